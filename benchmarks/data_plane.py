@@ -36,7 +36,8 @@ from megatron_dppo.data.training_samples import pack, to_samples
 from megatron_dppo.engines.client_processes import ClientProcesses, ClientProcessSettings
 from megatron_dppo.parallel.objects import from_message, to_message
 from megatron_dppo.rollout.response import GrowingResponse
-from megatron_dppo.types import MicroBatches, Prompt, Rollout, RolloutGroup
+from megatron_dppo.types import MicroBatches, Prompt, Rollout, RolloutGroup, SamplingParams
+from megatron_dppo.types.token_columns import requested_columns
 from megatron_dppo_engines.server import Generation
 from megatron_dppo_engines.servers.contract import check_generation
 from megatron_dppo_engines.servers.http import Deadlines, decode_body
@@ -107,8 +108,9 @@ class Stages:
 def to_groups(generations: Sequence[Generation], prompt: Prompt) -> list[RolloutGroup]:
     """Return one group for each generation."""
     groups = []
+    columns = requested_columns(SamplingParams(max_new_tokens=1, topk_logprobs=K))
     for generation in generations:
-        response = GrowingResponse(prompt.token_ids, topk=K, routing=SHAPE)
+        response = GrowingResponse(prompt.token_ids, routing=SHAPE, columns=columns)
         response.append_sampled(generation)
         completion = response.completion(generation.finish_reason, Tokenizer())
         groups.append(

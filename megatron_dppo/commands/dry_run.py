@@ -20,17 +20,7 @@ from megatron_dppo.setup.resume import ResumePoint, find_resume_point
 
 
 def dry_run(path: str | Path, loaded: LoadedConfig, world_size: int | None, *, verbose: bool = False) -> int:
-    """Run all checks; print layout, batch sizes, data, a prompt, a reward and sizes, then the problems; create nothing.
-
-    Args:
-        path: Configuration file.
-        loaded: Configuration read from it.
-        world_size: Processes of the planned run. None uses WORLD_SIZE, or the smallest number that fits the layout.
-        verbose: Also print the resolved configuration.
-
-    Raises:
-        UserError: Everything that would stop the run.
-    """
+    """Run all checks; print layout, data, a prompt, a reward and sizes, then the problems; create nothing."""
     problems = ErrorCollector()
     for text in loaded.problems:
         problems.add(ConfigError(text))

@@ -23,11 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Evaluate the weights and print the metrics.
-
-    Raises:
-        UserError: See ``offline_config``, ``open_offline`` and ``evaluate``.
-    """
+    """Evaluate the weights and print the metrics."""
     from megatron_dppo.run.offline import evaluate
 
     require_new(options.json, "--json")

@@ -22,11 +22,7 @@ def missing_modules() -> list[str]:
 
 
 def require_extra(command: str) -> None:
-    """Check that the extra is installed, for a command that trains in processes of its own.
-
-    Raises:
-        ConfigError: With the command that installs it.
-    """
+    """Check that the extra is installed, for a command that trains in processes of its own."""
     if missing := missing_modules():
         raise _error(missing[0], command)
 

@@ -30,11 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Generate responses and print them or write them to a file.
-
-    Raises:
-        UserError: See ``offline_config``, ``open_offline`` and ``generate``.
-    """
+    """Generate responses and print them or write them to a file."""
     from megatron_dppo.run.offline import generate, offline_config, single_prompt_template, write_lines
 
     require_new(options.output, "--output")

@@ -20,11 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print the explanation of a key, or the list of sections.
-
-    Raises:
-        ConfigError: Unknown key, or more than one.
-    """
+    """Print the explanation of a key, or the list of sections."""
     from megatron_dppo.config.describe import explain, sections
     from megatron_dppo.report.records import RENAMED_METRICS
 

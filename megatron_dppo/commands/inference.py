@@ -26,11 +26,7 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def open_weights(options: argparse.Namespace, overrides: Sequence[str], *, is_scored: bool) -> Iterator[Offline]:
-    """Open the weights that the arguments name.
-
-    Raises:
-        UserError: See ``offline_config``, ``require_permission`` and ``open_offline``.
-    """
+    """Open the weights that the arguments name."""
     from megatron_dppo.run.offline import offline_config, open_offline
 
     is_run = options.target.is_dir()

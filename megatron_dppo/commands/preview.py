@@ -23,7 +23,6 @@ from megatron_dppo.types import Prompt
 _SHOWN_CHARACTERS = 240
 """Longest text of a prompt or an answer in one line."""
 _ASKS_SERVERS = ("reward_model", "judge")
-"""Built-in reward functions that send requests."""
 
 
 class RewardTrial(NamedTuple):
@@ -113,8 +112,7 @@ def overlap_lines(data: DataSets) -> Iterator[str]:
 def try_reward(config: Config, prompt: Prompt) -> RewardTrial | None:
     """Score a made-up answer: the label, in a box. None: the reward may come from the user's program.
 
-    A function that fails on it is a warning, since its format may be another one. A value that is no reward is an
-    error: no answer changes its type.
+    A function that fails on it is a warning (the format may be another one), a value that is no reward an error.
     """
     reward = config.reward
     functions = [each.function for each in reward.functions.values()] if reward.functions else [reward.function]

@@ -29,11 +29,7 @@ class Command(Protocol):
 
 
 def installed_commands() -> dict[str, EntryPoint]:
-    """Return the commands of all installed packages by name; nothing is imported.
-
-    Raises:
-        ConfigError: Two packages offer one name, or this package itself is not installed, or an older version of it.
-    """
+    """Return the commands of all installed packages by name; nothing is imported."""
     points = installed(GROUP)
     if "train" not in points:
         raise ConfigError(
@@ -44,11 +40,7 @@ def installed_commands() -> dict[str, EntryPoint]:
 
 
 def load_command(point: EntryPoint) -> Command:
-    """Import the module of a command.
-
-    Raises:
-        ConfigError: It has not what a command needs.
-    """
+    """Import the module of a command."""
     module = point.load()
     missing = [name for name in ("HELP", "HAS_OVERRIDES", "add_arguments", "run") if not hasattr(module, name)]
     if missing:

@@ -9,11 +9,20 @@ import time
 from collections.abc import Sequence
 
 from megatron_dppo.commands.extras import missing_extra
-from megatron_dppo.commands.launcher_variables import check_launcher_variables
 from megatron_dppo.commands.registry import Command
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import raise_file_limit
 from megatron_dppo.report.printable import printable
+
+_SMALLEST = {
+    "WORLD_SIZE": 1,
+    "LOCAL_WORLD_SIZE": 1,
+    "RANK": 0,
+    "LOCAL_RANK": 0,
+    "MASTER_PORT": 0,  # 0: a process that runs alone has chosen a free port
+    "SLURM_RESTART_COUNT": 0,
+}
+_LARGEST = 10_000_000
 
 
 def run_reported(name: str, command: Command, options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -39,3 +48,25 @@ def report_error(error: UserError) -> int:
         # torchrun ends all processes when the first one exits: leave rank 0 the time to print the error.
         time.sleep(2.0)
     return error.exit_code
+
+
+def check_launcher_variables() -> None:
+    """Check the variables that torchrun and Slurm set: whole numbers, and a rank below its world size."""
+    numbers = {}
+    for name, smallest in _SMALLEST.items():
+        text = os.environ.get(name)
+        if text is None or (name == "SLURM_RESTART_COUNT" and not text):
+            continue
+        # int() also reads "1_0", " 1" and digits of other scripts, which launchers never write.
+        if not (text.isascii() and text.isdigit() and smallest <= int(text[:9]) and int(text[:9]) < _LARGEST):
+            raise ConfigError(
+                f"{name} = {text[:40]!r} in the environment; expected a whole number of at least {smallest}. torchrun "
+                "sets it; unset it to run one process"
+            )
+        numbers[name] = int(text)
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if rank in numbers and size in numbers and numbers[rank] >= numbers[size]:
+            raise ConfigError(
+                f"{rank} = {numbers[rank]} and {size} = {numbers[size]} in the environment; expected a rank below the "
+                "size. torchrun sets both; unset them to run one process"
+            )

@@ -36,14 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Count an attempt.
-
-    Returns:
-        0 to continue, or to requeue the job. Otherwise the exit code with which the job ends.
-
-    Raises:
-        UserError: A wrong configuration, a damaged record, or no attempts left.
-    """
+    """Count an attempt. Return 0 to continue or requeue the job, otherwise the exit code with which it ends."""
     from megatron_dppo.config.io import load_config
     from megatron_dppo.process.restarts import FINAL, AttemptsExhausted, RankExit, Restarts, find_first_failure
 

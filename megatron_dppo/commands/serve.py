@@ -65,14 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Start the servers and keep them running until a signal, or check the servers of ``rollout.servers.urls``.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        UserError: A wrong configuration, or a server that does not start or restart.
-    """
+    """Start the servers and keep them running until a signal, or check the servers of ``rollout.servers.urls``."""
     from megatron_dppo.config.io import load_config
     from megatron_dppo.engines.serving.command import check_engine, plan_servers, server_options
     from megatron_dppo.files import check_model_folder
@@ -167,10 +160,7 @@ def _server_node(options: argparse.Namespace) -> ServerNode | None:
 
 
 def _network_variables(rollout: RolloutConfig, node: ServerNode | None) -> dict[str, str]:
-    """Return the variables of the network of ``rollout.servers.host``.
-
-    They name its interface, for the group of trainer and servers, and this node's address in a vLLM server over nodes.
-    """
+    """Return the variables that name the interface of ``rollout.servers.host``, and this node in a vLLM server."""
     from megatron_dppo.engines.serving.environment import shares_communicator
     from megatron_dppo.parallel.network import find_interface, interface_variables, is_loopback, source_address
 

@@ -11,8 +11,7 @@ _STANDARD = (0, 1, 2)
 def prepare_streams() -> None:
     """Make stdin, stdout and stderr usable, whatever the caller has closed or whatever encoding they have.
 
-    A closed descriptor would be given to the next file that is opened, and output would go into that file. Characters
-    that the encoding lacks are written as escapes.
+    Output would go into the next file that gets a closed descriptor. Characters that the encoding lacks are escaped.
     """
     for number in _STANDARD:
         try:

@@ -30,11 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Load the configuration, then train or, with ``--dry-run``, report everything that would stop the run.
-
-    Raises:
-        UserError: See ``read_config``, ``dry_run`` and ``run.loop.run``.
-    """
+    """Load the configuration, then train or, with ``--dry-run``, report everything that would stop the run."""
     from megatron_dppo.commands.dry_run import dry_run
     from megatron_dppo.config.io import invalid_config, read_config
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.data import DataConfig, EvalConfig
@@ -24,11 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_sections(config: Config) -> None:
-    """Check that the sections are compatible.
-
-    Raises:
-        ValueError: Two sections are incompatible; the text names the change that fixes it.
-    """
+    """Check that the sections are compatible."""
     _check_optimizer("optimizer", config.optimizer, config.model, config.parallel)
     _check_optimizer("warmup.optimizer", config.warmup.optimizer, config.model, config.parallel)
     if config.train.router_replay_weights:
@@ -98,16 +95,7 @@ def _check_optimizer(name: str, optimizer: OptimizerConfig, model: ModelConfig, 
 
 
 def check_router_weights(replay: str, engine: str, transformer: Mapping[str, object]) -> None:
-    """Check that there are combine weights to replay, with the same meaning in engine and trainer.
-
-    Args:
-        replay: ``train.router_replay``.
-        engine: ``rollout.engine``.
-        transformer: ``model.transformer``.
-
-    Raises:
-        ValueError: ``train.router_replay_weights = true`` is incompatible with one of them.
-    """
+    """Check that there are combine weights to replay, with the same meaning in engine and trainer."""
     key = "train.router_replay_weights = true"
     if replay == "off":
         raise ValueError(
@@ -182,58 +170,44 @@ def _check_batch_invariant(config: Config) -> None:
     rollout = config.rollout
     if not rollout.batch_invariant:
         return
-    parallel = config.parallel
     train = config.train
     model_dtype = f"model.dtype = {config.model.dtype!r}, because it samples with these weights"
-    # Each row: True if incompatible, setting, its value, expected value with the reason.
-    requirements: list[tuple[bool, str, object, str]] = [
-        (rollout.engine != "local", "rollout.engine", rollout.engine, "'local'"),
-        (rollout.dtype != config.model.dtype, "rollout.dtype", rollout.dtype, model_dtype),
-        (
-            rollout.generate is not None,
-            "rollout.generate",
-            rollout.generate,
-            "null: all ranks sample in lockstep",
-        ),
-        (config.agent.is_set, "[agent]", "set", "no agent: all ranks sample in lockstep"),
-        (rollout.abort_slowest, "rollout.abort_slowest", True, "false: all ranks sample in lockstep"),
+    # Each row: True if incompatible, key or section, expected value with the reason.
+    requirements: list[tuple[bool, str, str]] = [
+        (rollout.engine != "local", "rollout.engine", "'local'"),
+        (rollout.dtype != config.model.dtype, "rollout.dtype", model_dtype),
+        (rollout.generate is not None, "rollout.generate", "null: all ranks sample in lockstep"),
+        (config.agent.is_set, "[agent]", "no agent: all ranks sample in lockstep"),
+        (rollout.abort_slowest, "rollout.abort_slowest", "false: all ranks sample in lockstep"),
         (
             rollout.perturbation.is_active,
             "[rollout.perturbation]",
-            "set",
             "no perturbation: there is no copy of the weights to perturb",
         ),
-        (not config.model.fused_head, "model.fused_head", False, "true"),
-        (
-            train.needs_engine_routing,
-            "train.router_replay",
-            train.router_replay,
-            "'off': the routers already agree bit for bit",
-        ),
+        (not config.model.fused_head, "model.fused_head", "true"),
+        (train.needs_engine_routing, "train.router_replay", "'off': the routers already agree bit for bit"),
         (
             train.layer_noise.std > 0 and train.max_first_prob_diff == "auto",
             "train.layer_noise.std",
-            train.layer_noise.std,
             "0, or set train.max_first_prob_diff: by default no difference is allowed, and the noise causes one",
         ),
         (
             bool(config.eval.overlap_training),
             "eval.overlap_training",
-            True,
             "null or false: one model cannot do both at once",
         ),
     ]
-    for key, limit in (
+    for name, limit in (
         ("tensor_model_parallel_size", _MAX_TENSOR_RANKS),
         ("expert_tensor_parallel_size", _MAX_TENSOR_RANKS),
         ("pipeline_model_parallel_size", 1),
         ("context_parallel_size", 1),
     ):
-        size = getattr(parallel, key) or 1
-        requirements.append((size > limit, f"parallel.{key}", size, f"at most {limit}"))
+        is_above = (getattr(config.parallel, name) or 1) > limit
+        requirements.append((is_above, f"parallel.{name}", f"at most {limit}"))
     problems = [
-        f"{name} = {value!r} (expected {expected})"
-        for is_incompatible, name, value, expected in requirements
+        f"{key} = {'set' if key.startswith('[') else attrgetter(key)(config)!r} (expected {expected})"
+        for is_incompatible, key, expected in requirements
         if is_incompatible
     ]
     if problems:
@@ -384,10 +358,7 @@ def _check_evaluations(evaluation: EvalConfig, data: DataConfig, checkpoint: Che
 
 
 def _check_eval_filters(evaluation: EvalConfig, rollout: RolloutConfig, data: DataConfig) -> None:
-    """Reject evaluation without top-k on a vLLM server that returns the allowed token ids.
-
-    Such a server rejects every request without top-k.
-    """
+    """Reject evaluation without top-k on a vLLM server that returns the allowed ids: it rejects every such request."""
     if data.eval is None or rollout.engine != "vllm" or not rollout.has_filters:
         return
     if evaluation.temperature and not evaluation.top_k:

@@ -59,10 +59,7 @@ def is_section(kind: object) -> TypeGuard[type[Section]]:
 
 
 def sections(model: type[Section] = Config, name: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Yield the path and the model of each section, such as ``("rollout.servers", ServersConfig)``.
-
-    Nested sections follow the section that contains them. The path of the whole configuration is empty.
-    """
+    """Yield path, such as ``rollout.servers``, and model of each section; the path of the configuration is empty."""
     yield name, model
     for key, field in model.known_fields().items():
         below = f"{name}.{key}" if name else key
@@ -96,9 +93,6 @@ def explain(name: str, *, verbose: bool = True) -> str:
         >>> print(explain("optimizer.clip_grad"))
         optimizer.clip_grad  float (≥ 0), default 1.0
             Maximum global gradient norm. 0 disables clipping.
-
-    Raises:
-        ConfigError: Nothing has this name; the text suggests the closest one.
     """
     # Accept a flag (--clip-grad), a section in brackets ([loss]) and a plain path.
     wanted = name.strip("-[]").replace("-", "_")

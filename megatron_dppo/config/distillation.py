@@ -10,7 +10,6 @@ from megatron_dppo.config.section import Section
 
 DivergenceName = Literal["sampled", "reverse_kl", "forward_kl"]
 
-
 _SERVER_KEYS = (
     "teacher_urls",
     "teacher_engine",

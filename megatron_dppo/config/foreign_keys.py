@@ -119,4 +119,3 @@ FOREIGN_KEY_NOTES: Mapping[str, str] = {
     "vllm_gpu_memory_utilization": "gpu-memory-utilization there, under vLLM's own name",
     "vllm_tensor_parallel_size": "tensor-parallel-size there, under vLLM's own name",
 }
-"""Differences beside the name."""

@@ -86,11 +86,7 @@ def read_config(
     relative_to: Path | None = None,
     with_functions: bool = False,
 ) -> LoadedConfig:
-    """Load a configuration like ``load_config``, but return its problems instead of raising.
-
-    Raises:
-        ConfigError: The file does not exist, is not valid TOML, or the files that it extends form a cycle.
-    """
+    """Load a configuration like ``load_config``, but return its problems instead of raising."""
     # Overrides come after the file and its bases, so they replace values of both.
     values = read_tables(Path(path), relative_to)
     parsed, problems = _parse_overrides(overrides)
@@ -163,11 +159,7 @@ def _replace(values: TomlTable, location: tuple[int | str, ...]) -> bool:
 
 
 def validate(values: TomlTable, origin: str) -> Config:
-    """Return a ``Config`` from nested dictionaries.
-
-    Raises:
-        ConfigError: With every problem of the values.
-    """
+    """Return a ``Config`` from nested dictionaries."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:

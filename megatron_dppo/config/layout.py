@@ -116,18 +116,12 @@ class Layout:
 
     @property
     def sequence_multiple(self) -> int:
-        """Multiple to which each sequence of a packed row is padded.
-
-        Context parallelism splits a sequence into 2 cp chunks, two per rank, to balance the causal mask.
-        """
+        """Multiple to which sequences are padded: context parallelism splits each into 2 cp chunks, two per rank."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def row_multiple(self) -> int:
-        """Multiple to which packed rows are padded.
-
-        Sequence parallelism splits each context-parallel part of a row.
-        """
+        """Multiple to which packed rows are padded: sequence parallelism splits each context-parallel part of a row."""
         return math.lcm(self.sequence_multiple, self.cp * (self.tp if self.sequence_parallel else 1))
 
     @property
@@ -167,66 +161,35 @@ def layer_split(transformer: Mapping[str, object]) -> dict[str, Any]:
 
 def resolve_layout(
     parallel: ParallelConfig,
-    batch: BatchSizes,
+    batch: BatchSizes | None,
     world_size: int,
     shape: ModelShape,
     transformer: Mapping[str, object] | None = None,
 ) -> Layout:
-    """Resolve the layout of a run, whose prompts and samples must also divide.
+    """Resolve the layout of a run, whose prompts and samples must also divide. Without ``batch`` they need not.
 
-    Args:
-        parallel: ``[parallel]`` of the run.
-        batch: Batch sizes of the run.
-        world_size: Number of processes.
-        shape: Sizes of the model.
-        transformer: ``model.transformer``, which may split the layers unevenly. Megatron's own functions check that
-            split (``mcore/pipeline.py``). None means no such fields.
-
-    Raises:
-        ConfigError: With the arithmetic of every check that fails.
+    ``transformer`` is ``model.transformer``, which may split the layers unevenly; Megatron's own functions check that
+    split (``mcore/pipeline.py``).
     """
-    layout = _fill_in(parallel, world_size)
+    layout = unchecked_layout(parallel, world_size)
     # Stop here if the world size does not divide: dp would be wrong, and so would be all checks below.
     _raise_if_any(_world_problems(parallel, layout))
-    _raise_if_any(_model_problems(layout, shape, transformer or {}) + _batch_problems(batch, layout))
+    batch_problems = [] if batch is None else _batch_problems(batch, layout)
+    _raise_if_any(_model_problems(layout, shape, transformer or {}) + batch_problems)
     return layout
-
-
-def unchecked_layout(parallel: ParallelConfig, world_size: int) -> Layout:
-    """Return the layout with its defaults filled in, without any check. ``dp`` is 0 if there are too few processes."""
-    return _fill_in(parallel, world_size)
 
 
 def resolve_parallel(
     parallel: ParallelConfig, world_size: int, shape: ModelShape, transformer: Mapping[str, object] | None = None
 ) -> Layout:
-    """Fill in the defaults of a layout and check that processes, layers, heads and experts divide.
-
-    Args:
-        parallel: ``[parallel]`` of the run.
-        world_size: Number of processes.
-        shape: Sizes of the model.
-        transformer: See ``resolve_layout``.
-
-    Raises:
-        ConfigError: With the arithmetic of every check that fails.
-    """
-    layout = _fill_in(parallel, world_size)
-    _raise_if_any(_world_problems(parallel, layout))
-    _raise_if_any(_model_problems(layout, shape, transformer or {}))
-    return layout
+    """Fill in the defaults of a layout and check that processes, layers, heads and experts divide."""
+    return resolve_layout(parallel, None, world_size, shape, transformer)
 
 
 def pipeline_split(num_layers: int, pp: int, vpp: int) -> dict[str, Any]:
     """Return the fields of ``model.transformer`` that split layers as evenly as possible over pipeline stages.
 
-    Args:
-        num_layers: Layers of the model.
-        pp: Pipeline stages.
-        vpp: Model chunks of each stage.
-
-    Returns:
-        Empty if the layers divide, or if there are fewer than model chunks.
+    They are empty if the layers divide by the stages ``pp`` times the ``vpp`` chunks of each, or are fewer.
 
     Example:
         Qwen3-235B-A22B has 94 layers: four stages get 24, 24, 24 and 22.
@@ -254,7 +217,8 @@ def _raise_if_any(problems: list[str]) -> None:
         raise ConfigError("this layout cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
 
 
-def _fill_in(parallel: ParallelConfig, world_size: int) -> Layout:
+def unchecked_layout(parallel: ParallelConfig, world_size: int) -> Layout:
+    """Return the layout with its defaults filled in, without any check. ``dp`` is 0 if there are too few processes."""
     tp = parallel.tensor_model_parallel_size
     pp = parallel.pipeline_model_parallel_size
     cp = parallel.context_parallel_size

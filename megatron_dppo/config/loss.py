@@ -182,11 +182,7 @@ class LossConfig(Section):
         return unused
 
     def check(self) -> None:
-        """Check that the values are compatible. Losses extend it.
-
-        Raises:
-            ValueError: Two values are incompatible.
-        """
+        """Check that the values are compatible. Losses extend it."""
         low, high = self.mismatch_limits
         if low > high:
             raise ValueError(
@@ -216,11 +212,7 @@ class LossConfig(Section):
             )
 
     def load_functions(self) -> None:
-        """Load the user functions.
-
-        Raises:
-            FunctionError: A function cannot be loaded, or declares an input that it cannot have.
-        """
+        """Load the user functions."""
         if self.mask is not None:
             load_user_mask(self.mask, self.mask_options)
 

@@ -93,7 +93,6 @@ They contain the defaults of the versions that docs/loss_details.md names. A key
 The comparison is always with the rollout's own log-probabilities, also if the framework recomputes them.
 """
 
-
 ALIAS_VERSIONS: Mapping[str, str] = {
     "verl": "1dda039, 22 August 2026",
     "stable_rl": "c6af1d1, 2 March 2026",

@@ -36,11 +36,7 @@ class DivergenceThresholds(LossConfig):
         return (default if low is None else low, default if high is None else high)
 
     def check(self) -> None:
-        """Check that the limits of a total variation are at most 1.
-
-        Raises:
-            ValueError: A limit is above 1.
-        """
+        """Check that the limits of a total variation are at most 1."""
         for key in ("divergence_threshold_low", "divergence_threshold_high"):
             value = getattr(self, key)
             if value is not None and self.is_total_variation and value > 1:
@@ -113,11 +109,7 @@ class SequenceMean(LossConfig):
         return FunctionNeeds(sequences=True, zero_advantage=False)
 
     def check(self) -> None:
-        """Check that the aggregation is the one that defines the loss.
-
-        Raises:
-            ValueError: If it is another one.
-        """
+        """Check that the aggregation is the one that defines the loss."""
         if self.resolved_aggregation != self.default_aggregation:
             raise ValueError(
                 f"Expected aggregation = {self.default_aggregation!r}, which defines {self.name}, got "

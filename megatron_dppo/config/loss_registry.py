@@ -41,11 +41,6 @@ def loss_names() -> tuple[str, ...]:
     return tuple(loss_classes())
 
 
-def losses_with_key(key: str) -> list[str]:
-    """Return the names of the losses that have this key."""
-    return [name for name, kind in loss_classes().items() if key in kind.model_fields]
-
-
 @cache
 def user_loss_class() -> type[LossConfig]:
     """Return the class for a loss that is a plain user function."""
@@ -69,10 +64,7 @@ def unknown_loss_message(name: str) -> str:
 
 
 def loss_class_for(values: Mapping[str, object]) -> type[LossConfig]:
-    """Return the class that ``name`` selects.
-
-    An unknown name gives the class of the default loss, which then rejects the name.
-    """
+    """Return the class that ``name`` selects; for an unknown name that of the default loss, which rejects it."""
     name = expand_alias(dict(values)).get("name", DEFAULT_LOSS)
     if not is_loss_name(name):
         return loss_classes()[DEFAULT_LOSS]
@@ -94,9 +86,6 @@ def drop_keys_of_other_losses(kind: type[LossConfig], values: Mapping[str, objec
     """Return the keys without those of other losses that have their default.
 
     Recorded configurations of earlier versions have every key of every loss in one table.
-
-    Raises:
-        ValueError: A key of another loss is set; the text names the losses that have the key.
     """
     return {key: value for key, value in values.items() if not _is_unset_key_of_another_loss(kind, key, value, values)}
 
@@ -104,7 +93,7 @@ def drop_keys_of_other_losses(kind: type[LossConfig], values: Mapping[str, objec
 def _is_unset_key_of_another_loss(
     kind: type[LossConfig], key: str, value: object, values: Mapping[str, object]
 ) -> bool:
-    owners = losses_with_key(key)
+    owners = [name for name, each in loss_classes().items() if key in each.model_fields]
     if key in user_loss_class().model_fields and not owners:
         owners = ["a user function in loss.name"]
     if key in kind.model_fields or not owners:

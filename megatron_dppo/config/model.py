@@ -15,9 +15,7 @@ _LatentTarget = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj
 _MixtralTarget = Literal["w1", "w2", "w3"]
 LoraTarget = Literal[_CommonTarget, _LinearTarget, _LatentTarget, _MixtralTarget]
 
-
 LORA_TARGETS: tuple[LoraTarget, ...] = get_args(_CommonTarget)
-
 
 _DEFAULT_SCALE = 2.0
 """Value of ``alpha / rank`` if ``alpha`` is null."""

@@ -30,7 +30,6 @@ _PATHS = (
 )
 """Keys whose values are paths or data sources."""
 
-
 _FUNCTIONS = (
     ("reward", "function"),
     ("rollout", "generate"),
@@ -96,10 +95,7 @@ def _resolve_rewards(reward: object, folder: Path) -> None:
 
 
 def _resolve(value: Any, folder: Path) -> Any:
-    """Return a path that exists in ``folder`` or the working directory as absolute, and anything else unchanged.
-
-    Lists and tables are resolved element by element.
-    """
+    """Return a path that exists in ``folder`` or the working directory as absolute; lists and tables part by part."""
     if isinstance(value, list):
         return [_resolve(part, folder) for part in value]
     if isinstance(value, dict):
@@ -134,14 +130,8 @@ def read_tables(file: Path, relative_to: Path | None = None, extended_by: tuple[
     Example: ``b.toml`` contains ``extends = "a.toml"`` and ``[loss] topk = 8``. The result keeps ``[loss] name =
     "dppo_topk_tv"`` of ``a.toml``, and its other tables.
 
-    Args:
-        file: Configuration file.
-        relative_to: Folder that its paths are relative to. None uses the file's own. A file that is extended always
-            uses its own.
-        extended_by: Resolved paths of the files that extend this one, for the detection of cycles.
-
-    Raises:
-        ConfigError: The file does not exist, is not valid TOML, or files extend each other in a cycle.
+    Its paths are relative to ``relative_to``, or to the folder of the file if that is None; those of an extended file
+    always to its own folder. ``extended_by`` are the files that extend this one, for the detection of cycles.
     """
     where = f" (which {str(extended_by[-1])!r} extends)" if extended_by else ""
     if "\0" in str(file):

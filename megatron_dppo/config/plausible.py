@@ -112,11 +112,7 @@ _LONGEST_NAME = 255
 
 
 def check_plausible(key: str, value: object) -> None:
-    """Check that a number is in the plausible range of its key, and that a text could be a name or a path.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Check that a number is in the plausible range of its key, and that a text could be a name or a path."""
     if isinstance(value, str) and key not in _FREE_TEXTS:
         if key in _PATHS and not value.strip():
             raise ValueError("the path is empty; remove the key, or set a path")

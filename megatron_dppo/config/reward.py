@@ -106,10 +106,7 @@ class RewardConfig(Section):
 
     @property
     def part_weights(self) -> dict[str, float]:
-        """Weights of the summands of a reward, by their names in ``Rollout.reward_parts``.
-
-        These are the parts that an agent gives, or else functions and shaping.
-        """
+        """Weights of a reward's summands by name: the parts that an agent gives, or else functions and shaping."""
         if self.agent_parts:
             return {name: weight for name, weight in self.agent_parts.items() if weight}
         functions = {name: each.weight for name, each in self.functions.items() if each.weight}

@@ -190,11 +190,7 @@ FILE_OPTIONS = ("tokenizer", "prompt_file")
 
 
 def read_options(function: str, options: Mapping[str, object]) -> Section:
-    """Return the validated options of a built-in function.
-
-    Raises:
-        ValueError: An option is unknown, missing or wrong; the text names each one.
-    """
+    """Return the validated options of a built-in function; a ValueError names each unknown, missing or wrong one."""
     model = BUILT_IN_REWARDS[function]
     try:
         return model.model_validate(dict(options))

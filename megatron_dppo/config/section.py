@@ -13,7 +13,6 @@ from megatron_dppo.config.plausible import check_plausible
 DType = Literal["fp32", "bf16", "fp16"]
 ContainerTool = Literal["podman", "docker", "apptainer"]
 TomlTable = dict[str, Any]
-"""A TOML table: values and nested tables by key."""
 
 
 class Section(BaseModel):

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_signal(config: Config) -> None:
-    """Check that the sections that give the training signal are compatible.
-
-    Raises:
-        ValueError: Two sections are incompatible; the text names the change that fixes it.
-    """
+    """Check that the sections that give the training signal are compatible."""
     _check_any_signal(config.distillation, config.reward)
     _check_distillation(config.distillation, config.rollout, config.model)
     _check_agent(config.agent, config.rollout, config.data)

@@ -50,11 +50,7 @@ class LayerNoiseConfig(Section):
         return self
 
     def layers(self, num_layers: int) -> range:
-        """Return the layers with noise in a model of ``num_layers`` layers.
-
-        Raises:
-            ConfigError: The model has no such layer.
-        """
+        """Return the layers with noise in a model of ``num_layers`` layers."""
         end = num_layers if self.end_layer is None else self.end_layer
         if end > num_layers or self.start_layer >= num_layers:
             raise ConfigError(
@@ -67,7 +63,6 @@ class LayerNoiseConfig(Section):
 
 ROUTER_REPLAY_ALIASES = {"R3": "rollout", "R2": "recorded", "disabled": "off"}
 """Names of the modes in verl and in the papers, mapped to ours."""
-
 
 ENGINE_REPLAY_MODES = ("rollout", "compare")
 """Modes of ``train.router_replay`` that need the rollout engine's routing."""

@@ -154,20 +154,12 @@ _LOADED: dict[tuple[str, str], UserFunction] = {}
 
 
 def get_user_function(name: str, setting: str) -> UserFunction:
-    """Return the function that ``load_user_function`` loaded; load it first in a new process.
-
-    Raises:
-        FunctionError: See ``load_function``.
-    """
+    """Return the function that ``load_user_function`` loaded; load it first in a new process."""
     return _LOADED.get((name, setting)) or _load(name, setting, content_hash(name))
 
 
 def reload_if_changed(name: str, setting: str) -> UserFunction:
-    """Return the loaded function, or load it again if its file has changed.
-
-    Raises:
-        FunctionError: See ``load_function``.
-    """
+    """Return the loaded function, or load it again if its file has changed."""
     # A missing file gets an empty hash, so that loading it again reports the error.
     try:
         content = content_hash(name)
@@ -187,18 +179,7 @@ def load_user_function(
     positional: Sequence[str] = ("inputs",),
     optional: Sequence[str] = (),
 ) -> UserFunction:
-    """Return a user function, loaded again if its file has changed, after a check of its arguments.
-
-    Args:
-        name: ``path/to/file.py:function`` or ``module:function``.
-        setting: Key that names the function.
-        options: Keyword arguments.
-        positional: Names of the positional arguments.
-        optional: Keyword arguments that are passed only if the function has such a parameter.
-
-    Raises:
-        FunctionError: It cannot be imported, cannot be called with these arguments, or declares needs of another type.
-    """
+    """Return a user function, loaded again if its file has changed; it may lack parameters in ``optional``."""
     user_function = reload_if_changed(name, setting)
     extra = dict.fromkeys(key for key in optional if has_parameter(user_function.function, key))
     check_arguments(user_function.function, name, setting, positional, {**extra, **options})
@@ -206,11 +187,7 @@ def load_user_function(
 
 
 def load_user_mask(name: str, options: Mapping[str, object]) -> None:
-    """Load the function in ``loss.mask``.
-
-    Raises:
-        FunctionError: See ``load_user_function``; or it declares an input that only a loss can have.
-    """
+    """Load the function in ``loss.mask``."""
     needs = load_user_function(name, "loss.mask", options).needs
     if needs.topk_gradient or needs.entropy_gradient or not needs.zero_advantage:
         raise FunctionError(
@@ -232,11 +209,7 @@ def _load(name: str, setting: str, content: str) -> UserFunction:
 
 
 def check_advantage(name: str, options: Mapping[str, object]) -> None:
-    """Check that ``train.advantage`` exists, loads if it is a user function, and uses its options.
-
-    Raises:
-        ValueError: The name is unknown, the function cannot be used, or the options have no effect.
-    """
+    """Check that ``train.advantage`` exists, loads if it is a user function, and uses its options."""
     if is_function_name(name):
         if not may_execute():
             return

@@ -34,19 +34,10 @@ def assign_samples(
     first, goes to the rank with the least cost so far. The rows of a rank are then filled as above, either up to the
     budget or evenly.
 
-    The result depends on the arguments alone, so all ranks compute the same one without communication.
-
-    Args:
-        lengths: Padded tokens of each sample, over all ranks.
-        ranks: Number of data-parallel ranks.
-        budget: Tokens of one row. A longer sample gets a row of its own.
-        attention_length: See ``cost``.
-        lockstep: Number of consecutive data-parallel ranks that meet in every micro-batch.
-        multiple: The number of rows per rank is a multiple of this.
-
-    Returns:
-        ``[ranks][rows of a rank]`` lists of indices into ``lengths``. Every rank has the same number of rows, some of
-        which may be empty. Every rank gets a sample if there are enough.
+    The result depends on the arguments alone, so all ranks compute the same one without communication. ``lengths`` are
+    the padded tokens of each sample over all ranks, ``budget`` those of one row; a longer sample gets a row of its own.
+    ``lockstep`` consecutive data-parallel ranks meet in every micro-batch. Every rank has the same number of rows, a
+    multiple of ``multiple``, some of which may be empty, and gets a sample if there are enough.
     """
     costs = [cost(length, attention_length) for length in lengths]
     best = RowAssignment()

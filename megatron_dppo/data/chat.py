@@ -44,17 +44,11 @@ class ChatOptions:
     system_prompt: str | None = None
     """Added in front of messages that have none. None adds nothing."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the template."""
     now: datetime = field(default_factory=datetime.now)
     """Date and time that the template sees (``strftime_now``). A run gives that of its first start."""
 
     def check(self, tokenizer: Any) -> None:
-        """Check that the template has all variables of ``template_kwargs``, and no random part.
-
-        Raises:
-            DataError: A variable does not exist, so the template would silently ignore it. Or prompts would change
-                from start to start.
-        """
+        """Check that the template has all variables of ``template_kwargs``, and no random part."""
         if draws := _RANDOM.search(str(tokenizer.chat_template or "")):
             raise DataError(
                 f"the tokenizer's chat template draws at random ({draws[0]!r}), so no run could be resumed; remove "
@@ -70,16 +64,7 @@ class ChatOptions:
                 )
 
     def render(self, row: DataRow, tokenizer: Any, *, writes_tools: bool = True) -> tuple[str, bool]:
-        """Return the text of a row, and True if the template made it. It then includes the special tokens.
-
-        Args:
-            row: The row.
-            tokenizer: A transformers tokenizer.
-            writes_tools: True to write the row's tools into its prompt. An agent brings its own.
-
-        Raises:
-            DataError: Messages without a template, options without use, or a template that refuses the messages.
-        """
+        """Return the text of a row, and True if the template made it. It then includes the special tokens."""
         tools = row.tools() if writes_tools else []
         if self._needs_template(row, tokenizer):
             return self._apply_template(row, tokenizer, tools), True
@@ -94,7 +79,8 @@ class ChatOptions:
                 f"{row.location}: data.{name} is set, but the prompt is a plain string, to which no chat template is "
                 f"applied. Set data.apply_chat_template = true, or remove data.{name}"
             )
-        _check_tools(row, tools, row.prompt, "the prompt is a plain string, to which no chat template is applied")
+        if any(tool["function"]["name"] not in row.prompt for tool in tools):
+            raise DataError(_unprinted(row, "the prompt is a plain string, to which no chat template is applied"))
         return row.prompt, False
 
     def _needs_template(self, row: DataRow, tokenizer: Any) -> bool:
@@ -138,16 +124,6 @@ class ChatOptions:
         return _continue_answer(text, begun)
 
 
-def _check_tools(row: DataRow, tools: list[dict[str, Any]], text: str, reason: str) -> None:
-    """Check that a prompt without template names the row's tools.
-
-    Raises:
-        DataError: It does not.
-    """
-    if any(tool["function"]["name"] not in text for tool in tools):
-        raise DataError(_unprinted(row, reason))
-
-
 def _unprinted(row: DataRow, reason: str) -> str:
     column = next(name for name in TOOL_COLUMNS if row.metadata.get(name))
     return (
@@ -157,11 +133,7 @@ def _unprinted(row: DataRow, reason: str) -> str:
 
 
 def _check_complete(location: str, messages: Messages, text: str) -> None:
-    """Check that the template has written all messages; some leave out roles that they do not know.
-
-    Raises:
-        DataError: The text of a message is not in the prompt.
-    """
+    """Check that the template has written all messages; some leave out roles that they do not know."""
     for index, message in enumerate(messages):
         # A template may cut the thought out of an earlier answer, and write a tool's result in another form.
         if message["role"] not in ("assistant", "tool") and message["content"].strip() not in text:
@@ -183,12 +155,7 @@ def _continue_answer(text: str, begun: str) -> str:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Return the transformers tokenizer of a folder, from local files and without remote code.
-
-    Raises:
-        CheckpointError: The folder has no tokenizer, one without an end-of-sequence token, or one that takes time or
-            memory without limit.
-    """
+    """Return the transformers tokenizer of a folder, from local files and without remote code."""
     from transformers import AutoTokenizer
 
     folder = Path(path)

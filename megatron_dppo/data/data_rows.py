@@ -61,11 +61,7 @@ class DataRow:
     """Limits of the row's source. None: those of the run."""
 
     def tools(self) -> list[dict[str, Any]]:
-        """Return the tools of the row, which its chat template writes into the prompt; empty if there are none.
-
-        Raises:
-            DataError: A column of tools holds something else.
-        """
+        """Return the tools of the row, which its chat template writes into the prompt; empty if there are none."""
         try:
             return read_row_tools(self.metadata, is_columnar=self.is_columnar)
         except ConversationError as error:
@@ -96,16 +92,9 @@ def iter_rows(
 ) -> Iterator[DataRow]:
     """Yield the rows of one source, each checked.
 
-    Args:
-        source: An embedded task (``task:NAME``), the path of a JSONL or Parquet file, or
-            ``hf:owner/name[/configuration][:split]``.
-        split: Part of a task. Other sources are read completely.
-        prompt_key: Column of the prompt, ``a.b`` for a field inside a column. None detects it.
-        label_key: Column of the reference answer, likewise. Empty: the data has no labels.
-        name: Name of the source in ``location``. None is its name among no others (``name_sources``).
-
-    Raises:
-        DataError: A source without rows, a bad row, or the first row of another layout; named by line and field.
+    A source is an embedded task (``task:NAME``), of which ``split`` is a part, the path of a JSONL or Parquet file, or
+    ``hf:owner/name[/configuration][:split]``. A key ``a.b`` is a field inside a column; None detects the column, and an
+    empty label key means that the data has no labels. Without ``name`` a source has its name among no others.
     """
     if source.startswith(TASK):
         yield from (DataRow(*row) for row in load_task(source).rows(split))
@@ -130,11 +119,7 @@ def iter_rows(
 
 
 def detect_layout(location: str, record: Mapping[str, Any], prompt_key: str | None, label_key: str | None) -> RowLayout:
-    """Return the layout of a row.
-
-    Raises:
-        DataError: A column is missing, or holds something else than a prompt.
-    """
+    """Return the layout of a row."""
     is_detected = prompt_key is None
     prompt_key = prompt_key or _first(location, record, PROMPT_COLUMNS, "prompt")
     label_key = _first(location, record, LABEL_COLUMNS, "label") if label_key is None else label_key
@@ -150,17 +135,7 @@ def detect_layout(location: str, record: Mapping[str, Any], prompt_key: str | No
 
 
 def _read_prompt(location: str, record: Mapping[str, Any], key: str, *, is_columnar: bool = False) -> str | Messages:
-    """Return a prompt: text, or messages, which may be written as JSON text.
-
-    Args:
-        location: Source and line.
-        record: The row.
-        key: Column of the prompt.
-        is_columnar: See ``DataRow``.
-
-    Raises:
-        DataError: The field holds anything else.
-    """
+    """Return a prompt: text, or messages, which may be written as JSON text."""
     prompt = require(location, record, key)
     if isinstance(prompt, str) and prompt:
         try:
@@ -261,19 +236,13 @@ def _parse_row(location: str, record: Mapping[str, Any], layout: RowLayout, *, i
 
 
 _Key = tuple[str, str]
-"""Name of the key and its value."""
 
 
 def drop_duplicates(rows: Iterable[DataRow], mode: str) -> tuple[list[DataRow], int]:
     """Return the first row of each problem, in order, and the number of rows read.
 
-    Args:
-        rows: One after the other; only the returned ones stay in memory.
-        mode: ``auto`` or ``prompt`` (same prompt), ``off``, or a column whose value names the problem (``a.b`` for a
-            field inside a column).
-
-    Raises:
-        DataError: Two rows of one problem with different labels, or a row without the column.
+    The mode is ``auto`` or ``prompt`` (same prompt), ``off``, or a column whose value names the problem. Only the
+    returned rows stay in memory.
     """
     unique: list[DataRow] = []
     by_key: dict[_Key, DataRow] = {}

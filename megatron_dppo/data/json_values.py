@@ -18,16 +18,7 @@ _MAX_DEPTH = 64
 
 
 def parse_object(location: str, line: bytes, *, non_finite: bool = False) -> dict[str, Any]:
-    """Parse one line of a JSONL file.
-
-    Args:
-        location: Source and line of the row, for messages.
-        line: One row.
-        non_finite: Take NaN and infinities, as Python writes them; for readers that look at every number themselves.
-
-    Raises:
-        DataError: It is no JSON object, or holds a value that is refused (see ``check_values``).
-    """
+    """Parse one line of a JSONL file. ``non_finite`` takes NaN and infinities, as Python writes them."""
     record = _parse(location, line, non_finite=non_finite)
     if not isinstance(record, dict):
         raise DataError(f"{location}: expected a JSON object, got {type(record).__name__}")
@@ -35,15 +26,7 @@ def parse_object(location: str, line: bytes, *, non_finite: bool = False) -> dic
 
 
 def parse_array(location: str, content: bytes) -> list[dict[str, Any]]:
-    """Return the objects of a file that is one JSON array.
-
-    Args:
-        location: Name of the file, for the messages.
-        content: The complete file.
-
-    Raises:
-        DataError: It is no JSON array of objects.
-    """
+    """Return the objects of a file that is one JSON array."""
     try:
         records = _parse(location, content)
     except DataError as error:
@@ -90,11 +73,7 @@ def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_values(location: str, record: Mapping[str, Any]) -> None:
-    """Refuse text that has no UTF-8 form and nesting without end, anywhere in a row.
-
-    Raises:
-        DataError: A value is refused; the message names its column.
-    """
+    """Refuse text that has no UTF-8 form and nesting without end, anywhere in a row."""
     for column, value in record.items():
         _check_text(location, column, column)
         waiting = [(value, 1)]
@@ -126,11 +105,7 @@ def _check_text(location: str, column: str, text: str) -> None:
 
 
 def number_to_text(location: str, key: str, value: float) -> str:
-    """Return a number as the text of a label.
-
-    Raises:
-        DataError: It is not finite, or has more digits than Python writes.
-    """
+    """Return a number as the text of a label."""
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{location}: field {key!r} must be a string or a finite number, got {value!r}")
     try:

@@ -14,10 +14,8 @@ class SourceMix:
 
     Of the first n prompts each source has ``n * share``, rounded up or down. So any n prompts in a row have at most one
     more or one less than that. It is the schedule of Liu and Layland for jobs of one slot: of the sources that may have
-    the next prompt without exceeding their share, the one whose next prompt is due first.
-
-    Args:
-        weights: Positive weight of each source. Their ratios are those of the written decimals.
+    the next prompt without exceeding their share, the one whose next prompt is due first. The ratios of the weights are
+    those of the written decimals.
 
     Example:
         >>> mix = SourceMix([3, 1])

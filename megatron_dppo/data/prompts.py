@@ -30,9 +30,6 @@ class PackedList(Generic[T]):
 
     The pickles live in memory and come from a process of the run, never from a file.
 
-    Args:
-        items: Anything that can be pickled.
-
     Raises:
         pickle.PicklingError: An item cannot be pickled.
 
@@ -92,9 +89,6 @@ def load_rows(
     See ``iter_rows`` for sources and keys, ``drop_duplicates`` for ``deduplicate``. ``limits`` has the limits of
     sources that have some, by their name. ``names`` has the name of each source, which is unique in the run
     (``name_sources``). None names these sources alone.
-
-    Raises:
-        DataError: See both.
     """
     listed = [sources] if isinstance(sources, str) else list(sources)
     named = names or name_sources(listed)
@@ -125,11 +119,7 @@ class _LengthLimits:
         return min(self.max_prompt_tokens, self.context_length - self.max_new_tokens)
 
     def fit(self, prompt: Prompt) -> Prompt | None:
-        """Return the prompt if it is short enough. A longer one is cut, or None drops it.
-
-        Raises:
-            DataError: It is too long, and must not be cut or dropped.
-        """
+        """Return the prompt if it is short enough. A longer one is cut, or None drops it."""
         if len(prompt.token_ids) <= self.longest:
             return prompt
         # If the response may fill the context, no prompt fits, however short.
@@ -159,27 +149,10 @@ class PromptDataset:
     """Rows as tokenized prompts; epoch e is a reshuffle by ``(seed, e)``, so that a cursor is one integer.
 
     With weights each source has epochs of its own, and the position in the stream gives the source (``SourceMix``).
+    Without a seed the rows keep their order (for evaluation). ``are_tasks`` makes tasks of an agent, with messages.
 
     Each prompt is made anew when it is asked for. ``num_dropped`` and ``num_truncated`` rows were too long; the longest
     prompt that is there has ``longest`` tokens.
-
-    Args:
-        rows: At least one.
-        tokenizer: A transformers tokenizer.
-        max_prompt_tokens: Longest prompt that is allowed.
-        max_new_tokens: Longest response; prompt and response must fit the context.
-        max_new_tokens_key: The setting that it comes from, for messages.
-        are_tasks: True if the prompts are tasks of an agent (``Prompt.is_task``), which have messages.
-        context_length: The model's ``max_position_embeddings``.
-        seed: Order of the stream; None keeps the order of the rows (for evaluation).
-        chat: Options that turn a prompt into text.
-        overlong: Handling of a prompt that is too long: ``error``, ``drop``, or ``truncate_left``, which keeps its
-            last tokens.
-        weights: Weight of each source by its name (``PromptLimits.source``), for all rows. Needs a seed. Empty: one
-            epoch takes each row once.
-
-    Raises:
-        DataError: A prompt is too long, none is left (of a source), or a prompt does not go with the chat template.
     """
 
     def __init__(

@@ -14,11 +14,7 @@ def with_all_routes(
 ) -> list[TrainingSample]:
     """Return the samples with routes; those without any (a lost request) get missing rows.
 
-    The contents were checked when the engine sent them. Here the shapes are: the length of the sample, and the layers
-    of the model or of this rank (``rank_shape``).
-
-    Raises:
-        ValueError: Not one sample has routes, or some are of another model or length.
+    Checked are the shapes: the length of the sample, and the layers of the model or of this rank (``rank_shape``).
     """
     if samples and all(sample.routed_experts is None for sample in samples):
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ _BINARY_FORMATS = {
     b"ARROW1": "an Arrow file",
     b"\xff\xff\xff\xff": "an Arrow stream, as datasets.save_to_disk writes it",
 }
-"""Formats by their first bytes."""
 _BATCH_ROWS = 4096
 
 Record = tuple[str, dict[str, Any]]
@@ -37,13 +36,6 @@ def read_records(source: str, name: str | None = None) -> Iterator[Record]:
     """Yield ``(location, columns)`` of each row in order, without reading the whole file into memory.
 
     Every value is one that can be tokenized, sent and written later (``values.check_values``).
-
-    Args:
-        source: The path of a JSONL or Parquet file, or ``hf:owner/name[/configuration][:split]``.
-        name: Name of the source in the locations. None is its name among no others (``name_sources``).
-
-    Raises:
-        DataError: No such source, a missing optional package, or a file or row that cannot be read.
     """
     try:
         for location, record in _open(source, name or name_sources([source])[source]):
@@ -59,7 +51,7 @@ def _open(source: str, name: str) -> Iterator[Record]:
     if match := _HUB_ADDRESS.match(source):
         raise DataError(f"data file {source!r} is an address of the Hugging Face hub. Write {HUB}{match[1]}")
     if source.startswith(HUB):
-        return _read_hub(source, name)
+        return _numbered(_read_hub(source), name)
     file = Path(source)
     if not file.is_file():
         reason = "is a folder, not a JSONL or Parquet file" if file.is_dir() else "does not exist"
@@ -70,9 +62,14 @@ def _open(source: str, name: str) -> Iterator[Record]:
     if problem := _foreign_format(start) or _TABLES.get(file.suffix.lower(), ""):
         raise DataError(f"data file {source!r} {problem}")
     if _is_parquet(file, start):
-        return _read_parquet(file, name)
-    is_array = start.removeprefix(_BOM).lstrip().startswith(b"[")
-    return _read_json_array(file, name) if is_array else _read_jsonl(file, name)
+        return _numbered(parquet_rows(file), name)
+    if start.removeprefix(_BOM).lstrip().startswith(b"["):
+        return _numbered(parse_array(str(file), file.read_bytes()), name)
+    return _read_jsonl(file, name)
+
+
+def _numbered(records: Iterable[dict[str, Any]], name: str) -> Iterator[Record]:
+    return ((f"{name}:{number}", record) for number, record in enumerate(records, start=1))
 
 
 def is_columnar(source: str) -> bool:
@@ -90,11 +87,7 @@ def _is_parquet(file: Path, start: bytes) -> bool:
 
 
 def require(location: str, record: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a column; ``a.b`` is the field ``b`` inside the column ``a``.
-
-    Raises:
-        DataError: There is none; the message says which columns there are.
-    """
+    """Return the value of a column; ``a.b`` is the field ``b`` inside the column ``a``."""
     if key in record:  # also a column whose own name has a dot
         return record[key]
     value: Any = record
@@ -117,12 +110,6 @@ def _read_jsonl(file: Path, name: str) -> Iterator[Record]:
                 continue
             location = f"{name}:{number}"
             yield location, parse_object(location, line)
-
-
-def _read_json_array(file: Path, name: str) -> Iterator[Record]:
-    """Yield the objects of a JSON array, which may extend over several lines; each is named by its number."""
-    for number, record in enumerate(parse_array(str(file), file.read_bytes()), start=1):
-        yield f"{name}:{number}", record
 
 
 _TABLES = {
@@ -149,21 +136,8 @@ def _foreign_format(start: bytes) -> str:
     return next((f"is {name}, not a JSONL, JSON or Parquet file; unpack or convert it" for name in names), "")
 
 
-def _read_parquet(file: Path, name: str) -> Iterator[Record]:
-    for number, record in enumerate(parquet_rows(file), start=1):
-        yield f"{name}:{number}", record
-
-
 def parquet_rows(file: Path, batch_rows: int = _BATCH_ROWS) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet file.
-
-    Args:
-        file: Existing file.
-        batch_rows: Number of rows in memory at a time.
-
-    Raises:
-        DataError: No pyarrow, or the file is damaged, cut short or of another format.
-    """
+    """Yield the rows of a Parquet file."""
     parquet = _optional("pyarrow.parquet", f"{file} is a Parquet file")
     arrow_error = import_module("pyarrow").ArrowException
     number = 0
@@ -179,7 +153,7 @@ def parquet_rows(file: Path, batch_rows: int = _BATCH_ROWS) -> Iterator[dict[str
         ) from error
 
 
-def _read_hub(source: str, name: str) -> Iterator[Record]:
+def _read_hub(source: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of one split. ``datasets`` downloads and caches it and runs no code of the data set."""
     path, _, split = source.removeprefix(HUB).partition(":")
     parts = path.split("/")
@@ -197,11 +171,8 @@ def _read_hub(source: str, name: str) -> Iterator[Record]:
         if len(loaded) != 1:
             raise DataError(f"{source} has the splits {sorted(loaded)}; choose one: {source}:{sorted(loaded)[0]}")
         loaded = next(iter(loaded.values()))
-    number = 0
     for table in loaded.with_format("arrow").iter(_BATCH_ROWS):
-        for record in table.to_pylist():
-            number += 1
-            yield f"{name}:{number}", record
+        yield from table.to_pylist()
 
 
 def _optional(module: str, reason: str) -> Any:

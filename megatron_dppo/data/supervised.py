@@ -23,16 +23,8 @@ _CACHE_SIZE = 100_000
 class SupervisedDataset:
     """An endless stream of supervised samples; sample ``i`` depends on the seed and ``i`` alone.
 
-    Args:
-        source: An embedded task (its warm-up corpus, from training problems only), or a JSONL file, Parquet file or
-            ``hf:`` name (see ``read_records``) with ``prompt`` and ``response`` strings.
-        tokenizer: A transformers tokenizer.
-        seed: Seed of problems and responses.
-        pairs: ``pairs`` of the rank that has read the source; None = it is read here.
-        name: Name of the source in messages. None is its name among no others (``name_sources``).
-
-    Raises:
-        DataError: An unknown task or one without a corpus, a missing or empty file, or a bad row.
+    The source is an embedded task (its warm-up corpus, from training problems only), or a JSONL file, Parquet file or
+    ``hf:`` name with ``prompt`` and ``response`` strings. It is read here unless ``pairs`` are given.
     """
 
     def __init__(
@@ -49,11 +41,7 @@ class SupervisedDataset:
             raise DataError(f"{source} has no rows; expected rows with 'prompt' and 'response'")
 
     def check_lengths(self, context_length: int) -> None:
-        """Check that all samples fit into the context. Those of a task always do.
-
-        Raises:
-            DataError: A sample is too long or empty; the message names the first one.
-        """
+        """Check that all samples fit into the context. Those of a task always do."""
         for location, prompt, response in self.pairs:
             prompt_ids, response_ids = self._ids(prompt, response)
             if not prompt_ids:

@@ -34,11 +34,7 @@ class TaskWithCorpus(Task, Protocol):
 
 
 def load_task(source: str) -> Task:
-    """Return the task of a source.
-
-    Raises:
-        DataError: No installed package has a task of this name, or the task refuses its options.
-    """
+    """Return the task of a source."""
     points = installed(GROUP)
     name = source.removeprefix(TASK).partition(":")[0]
     if name not in points:
@@ -49,11 +45,7 @@ def load_task(source: str) -> Task:
 
 
 def load_task_with_corpus(source: str) -> TaskWithCorpus:
-    """Return the task of a source for a warm-up.
-
-    Raises:
-        DataError: See ``load_task``, or the task has no warm-up corpus.
-    """
+    """Return the task of a source for a warm-up."""
     task = load_task(source)
     if not isinstance(task, TaskWithCorpus):
         raise DataError(

@@ -25,11 +25,7 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "cha
 
 
 def try_tokenizer(folder: Path) -> None:
-    """Check that the tokenizer and the chat templates of a folder end within limits. A folder is tried once a process.
-
-    Raises:
-        CheckpointError: One of them does not.
-    """
+    """Check that tokenizer and chat templates of a folder end within limits. A folder is tried once a process."""
     states = [(folder / name).stat() for name in _FILES if (folder / name).is_file()]
     _try_once(folder.resolve(), tuple((state.st_size, state.st_mtime_ns) for state in states), _CPU_SECONDS)
 

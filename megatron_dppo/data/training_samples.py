@@ -107,11 +107,8 @@ def to_samples(
 
     All segments of a rollout have its advantage. If the reward failed, it is 0 and there is no gradient.
 
-    Args:
-        groups: Scored groups.
-        advantages: ``[groups][samples]``.
-        reward_scales: Derivative of each advantage in its own reward with the group's statistics held fixed,
-            ``[groups][samples]``. Needed for credit by turn alone. None is 1 everywhere.
+    ``reward_scales [groups][samples]`` are the derivatives of each advantage in its own reward with the group's
+    statistics held fixed. Needed for credit by turn alone; None is 1 everywhere.
     """
     scales = reward_scales or [[1.0] * len(row) for row in advantages]
     return [
@@ -138,12 +135,10 @@ def episode_indices(samples: Sequence[TrainingSample]) -> list[int]:
 
 
 def with_episode_tokens(samples: Sequence[TrainingSample], *, equal_segments: bool) -> list[TrainingSample]:
-    """Return the samples with the fields that aggregate over episodes.
+    """Return the samples, with their final loss masks, with the fields that aggregate over episodes.
 
-    Args:
-        samples: Samples with their final loss masks; all segments of an episode.
-        equal_segments: Give the segments of an episode with L tokens equal weights in sum: the tokens of each of its K
-            segments, with n tokens in the loss, get the factor ``L / (K n)``. False weighs all tokens alike.
+    ``equal_segments`` gives the segments of an episode with L tokens equal weights in sum: the tokens of each of its K
+    segments, with n tokens in the loss, get the factor ``L / (K n)``. False weighs all tokens alike.
     """
     result = list(samples)
     for indices in group_segments(samples):
@@ -218,17 +213,9 @@ def pack(
     """Put samples end to end in one row, every one padded to ``shape.sequence_multiple``.
 
     The row is padded to ``shape.row_multiple`` by one more sequence that is outside the loss. Padding at the end of a
-    sequence is causal: nothing before it can see it.
-
-    Args:
-        samples: Samples of the row. Empty on a rank that only runs the collectives of its peers.
-        shape: Multiples to pad to; None = no padding.
-        like: Sample whose optional fields an empty row gets. Needed only for an empty row.
-        joins_segments: Give the segments of an episode one sequence id. They must stand side by side, all of them. The
-            model still reads each by itself.
-
-    Raises:
-        ValueError: Only some samples have an optional field, or they have it in different shapes or types.
+    sequence is causal: nothing before it can see it. A rank that only runs the collectives of its peers has no samples;
+    its row gets the optional fields of ``like``. With ``joins_segments`` the segments of an episode, all of them side
+    by side, have one sequence id; the model still reads each by itself.
     """
     shape = shape or RowShape()
     like = samples[0] if samples else like
@@ -337,11 +324,7 @@ def fill_bins(samples: Sequence[HasTokens], budget: int, shape: RowShape | None 
 
 
 def split_evenly(bins: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the bin with the most samples (the first of equals) until there are ``count``; too few give empty bins.
-
-    Raises:
-        ValueError: There are more than ``count`` already.
-    """
+    """Halve the bin with the most samples (the first of equals) until there are ``count``; too few give empty bins."""
     if len(bins) > count:
         raise ValueError(f"{len(bins)} micro-batches are needed, more than count = {count}")
     bins = list(bins)

@@ -31,11 +31,7 @@ _CLIENTS: dict[str, type[SGLangServer] | type[VLLMServer]] = {"sglang": SGLangSe
 
 
 class _RequestHandler:
-    """The handler of the trainer's messages.
-
-    Args:
-        closed: Set when the connection to the trainer has ended.
-    """
+    """The handler of the trainer's messages."""
 
     def __init__(self, closed: asyncio.Event) -> None:
         self.frames = Frames(self._on_message, closed.set)

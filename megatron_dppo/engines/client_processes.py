@@ -137,12 +137,7 @@ class _Process:
 class ClientProcesses:
     """Clients of the servers in separate processes. Belongs to the event loop that first uses it.
 
-    A process that exits, for example because the machine is out of memory, is started again. Its requests fail with
-    ``ResponseLost`` and are sent again by the pool.
-
-    Args:
-        count: Number of processes, at least one.
-        settings: Settings of the clients.
+    A process that exits (out of memory) is started again; the pool sends its lost requests (``ResponseLost``) again.
     """
 
     def __init__(self, count: int, settings: ClientProcessSettings) -> None:
@@ -153,12 +148,7 @@ class ClientProcesses:
         self._start_lock = asyncio.Lock()
 
     async def generate(self, server: InferenceServer, request: GenerateRequest) -> Generation:
-        """Return the checked result of ``server.generate``.
-
-        Raises:
-            ServerError: As ``generate``; ``ContractViolation`` if the response violates the contract.
-            ResponseLost: The process exited.
-        """
+        """Return the checked result of ``server.generate``."""
         await self._start()
         process = min(self._processes, key=lambda p: len(p.pending))
         return await process.generate(self._server_indices[server.url], request)

@@ -7,7 +7,7 @@ import itertools
 import random
 import threading
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megatron_dppo.errors import ServerError
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
-from megatron_dppo.rollout.turns import GenerateFunction
-from megatron_dppo.rollout.user_function import run_user_function
+from megatron_dppo.rollout.turns import GenerateFunction, run_user_function
 from megatron_dppo.types import Completion, FinishReason, Prompt, RoutingShape, SamplingParams
 from megatron_dppo.types.model_folder import Tokenizer
 from megatron_dppo_engines.server import GenerateRequest, Generation
@@ -78,15 +77,7 @@ async def _cancel_all() -> None:
 class PromptRoutes:
     """Routes of a prompt, which its siblings share. Belongs to one event loop.
 
-    A request for one token returns the routes before the siblings are requested. It also brings the prompt into the
-    server's prefix cache.
-
-    Args:
-        pool: The servers.
-        prompt: Prompt of P tokens.
-        params: Sampling parameters of the responses.
-        routing: Shape of the routes.
-        end_tokens: Tokens after which a response is complete.
+    A request for one token returns them before the siblings are requested, and fills the server's prefix cache.
     """
 
     def __init__(
@@ -107,20 +98,9 @@ class PromptRoutes:
         self._numbers = itertools.count()
 
     async def get(self, version: int, request_id: str, affinity: str) -> Tensor | None:
-        """Return the routes ``[P - 1, L, k]`` under one version of the weights.
+        """Return the routes ``[P - 1, L, k]`` under one version of the weights, for siblings with one ``affinity``.
 
-        The prompt's last token is not included: each response reads it anew.
-
-        Args:
-            version: Version of the weights.
-            request_id: Prefix of the id of the request for the routes.
-            affinity: Affinity of the siblings.
-
-        Returns:
-            The routes; None if the version is no longer current or the request was aborted.
-
-        Raises:
-            ServerError: See ``ServerPool.generate``.
+        Each response reads the prompt's last token anew. None if the version is not current or the request was aborted.
         """
         async with self._lock:  # the first sibling sends the request, the others wait for its result
             if version not in self._routes_by_version and version == self._pool.version:
@@ -153,9 +133,7 @@ class InFlightResponse:
     request_ids: set[str] = field(default_factory=set)
     """Ids of the requests in progress: one for each sequence that is being extended."""
     is_stopping: bool = False
-    """True if no further request is to be sent."""
     completion: Completion | None = None
-    """The complete response. None if it is not complete."""
 
     @property
     def state(self) -> Completion | PartialResponse:
@@ -163,54 +141,31 @@ class InFlightResponse:
         return self.completion or self.response.state()
 
     def seeded_params(self, response: GrowingResponse) -> SamplingParams:
-        """Return the parameters with the seed of the next request of ``response`` or one of its branches.
-
-        Seeds of a run are distinct but for accidents.
-        """
+        """Return the parameters with the seed of the next request of ``response`` or one of its branches."""
         key = f"{self.params.seed}/{self.index}/{response.seed_key}"
         return replace(self.params, seed=random.Random(key).getrandbits(31))
 
 
+@dataclass
 class Responder:
-    """Completion of responses by a pool of servers.
+    """Completion of responses by a pool of servers. ``siblings_per_server`` None sends all siblings to one server."""
 
-    Args:
-        pool: The servers.
-        tokenizer: Decodes responses.
-        end_tokens: Tokens after which a response is complete.
-        function: User function ``rollout.generate``; None for one response per prompt.
-        siblings_per_server: See ``RequestSpread``. None sends all siblings to one server.
-    """
-
-    def __init__(
-        self,
-        pool: ServerPool,
-        tokenizer: Tokenizer,
-        end_tokens: tuple[int, ...],
-        function: GenerateFunction | None,
-        siblings_per_server: int | None = None,
-    ) -> None:
-        self._pool = pool
-        self._siblings_per_server = siblings_per_server
-        self._tokenizer = tokenizer
-        self._end_tokens = end_tokens
-        self._function = function
-        self._name = uuid.uuid4().hex[:12]
-        self._numbers = itertools.count()
+    pool: ServerPool
+    tokenizer: Tokenizer
+    end_tokens: tuple[int, ...]
+    function: GenerateFunction | None
+    siblings_per_server: int | None = None
+    _name: str = field(default_factory=lambda: uuid.uuid4().hex[:12], init=False)
+    _numbers: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     async def complete(self, sample: InFlightResponse) -> None:
-        """Continue a response until it is complete or ``is_stopping`` is set.
-
-        Raises:
-            ServerError: See ``ServerPool.generate``.
-            GenerateError: The user function failed.
-        """
+        """Continue a response until it is complete or ``is_stopping`` is set."""
         if sample.completion is not None:
             return
-        if self._function is None:
+        if self.function is None:
             reason = await self._sample(sample, sample.response, sample.params.max_new_tokens, ())
             if reason is not None:
-                sample.completion = sample.response.completion(reason, self._tokenizer)
+                sample.completion = sample.response.completion(reason, self.tokenizer)
             return
 
         async def sample_turn(
@@ -218,7 +173,9 @@ class Responder:
         ) -> FinishReason | None:
             return await self._sample(sample, response, len(response.tokens) + limit, stop_token_ids)
 
-        sample.completion = await run_user_function(self._function, sample, sample.params, self._tokenizer, sample_turn)
+        sample.completion = await run_user_function(
+            self.function, sample.prompt, sample.response, sample.params, self.tokenizer, sample_turn
+        )
 
     async def _sample(
         self, sample: InFlightResponse, response: GrowingResponse, length: int, stop_token_ids: tuple[int, ...]
@@ -239,7 +196,7 @@ class Responder:
             has_tokens = len(generation.token_ids) > 0
             # An engine that is aborted while it samples the end token reports an abort of a complete response, and one
             # that reaches the limit with the end token (SGLang) reports ``length``.
-            if has_tokens and int(generation.token_ids[-1]) in (*self._end_tokens, *stop_token_ids):
+            if has_tokens and int(generation.token_ids[-1]) in (*self.end_tokens, *stop_token_ids):
                 return FinishReason.STOP
             if generation.finish_reason != FinishReason.ABORT:
                 return generation.finish_reason
@@ -264,23 +221,22 @@ class Responder:
     ) -> Generation:
         """Send one request for up to ``limit`` tokens.
 
-        Returns:
-            The generation; an empty abort if weights that are no longer current read a prompt without its routes.
+        It is an empty abort if weights that are no longer current read a prompt without its routes.
         """
         affinity = f"{sample.prompt.prompt_id}/{sample.params.seed}"
-        if self._siblings_per_server is not None:
-            affinity += f"/{sample.index // self._siblings_per_server}"
+        if self.siblings_per_server is not None:
+            affinity += f"/{sample.index // self.siblings_per_server}"
         shared_routes = sample.prompt_routes if response.lacks_routes else None
         if shared_routes is not None:
-            await shared_routes.get(self._pool.version, request_id, affinity)
+            await shared_routes.get(self.pool.version, request_id, affinity)
         request = response.next_request(
             request_id,
             sample.seeded_params(response),
-            (*self._end_tokens, *stop_token_ids),
+            (*self.end_tokens, *stop_token_ids),
             limit,
             prompt_routes=shared_routes is None,
         )
-        generation = await self._pool.generate(request, affinity)
+        generation = await self.pool.generate(request, affinity)
         if shared_routes is None or generation.routed_experts is None:
             return generation
         # The request may have waited in the pool until the weights changed: the routes must be of the same version.

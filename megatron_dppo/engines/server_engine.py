@@ -55,19 +55,7 @@ class ServerEngine:
     reproducible to the bit.
 
     A response that is stopped continues later, also under new weights. Its ``policy_versions`` record which weights
-    sampled which token.
-
-    Args:
-        servers: Clients that were not used in another event loop; ``close`` closes them.
-        tokenizer: Decodes responses and has the end-of-sequence token.
-        hf_config: Transformers config of the model.
-        max_in_flight: See ``ServerPool``, as for the next three.
-        health_seconds: See ``ServerPool``.
-        unavailable_timeout_seconds: See ``ServerPool``.
-        first: See ``ServerPool``.
-        siblings_per_server: See ``RequestSpread``. None sends all siblings to one server.
-        function: User function ``rollout.generate``; None for one response per prompt.
-        client_processes: Processes that send the requests; ``close`` closes them. None sends them from this process.
+    sampled which token. ``close`` closes the servers, which no other event loop has used, and the client processes.
     """
 
     def __init__(
@@ -159,13 +147,7 @@ class ServerEngine:
         self._is_paused = False
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        """Return one completion per prompt, in order.
-
-        Raises:
-            ServerError: See ``ServerPool.generate``.
-            GenerateError: The user function failed.
-            ValueError: ``params`` ask a dense model for routed experts.
-        """
+        """Return one completion per prompt, in order."""
         samples = [self._sample(prompt, params, i) for i, prompt in enumerate(prompts)]
 
         async def run() -> None:
@@ -177,11 +159,7 @@ class ServerEngine:
     def submit(
         self, groups: Sequence[GroupRequest], params: SamplingParams, enough: int, keep: Collection[int] = ()
     ) -> list[SampledFuture]:
-        """See ``RolloutEngine.submit``; returns at once.
-
-        Raises:
-            ValueError: ``params`` ask a dense model for routed experts.
-        """
+        """See ``RolloutEngine.submit``; returns at once."""
         futures: list[SampledFuture] = [Future() for _ in groups]
         samples_by_group = []
         # Counted over all groups of the call, because the seed of a response follows from its index.

@@ -18,7 +18,6 @@ class _ScoringRequest(NamedTuple):
     """Tokens whose log-probabilities are requested."""
 
     token_ids: list[int]
-    """The complete sequence."""
     first: int
     """Index of the first token whose log-probability is requested; at least 1."""
 
@@ -30,17 +29,9 @@ class _ScoringRequest(NamedTuple):
 
 
 class TeacherServers:
-    """SGLang or vLLM servers with the teacher's weights, used in turn. They only score tokens and sample none.
+    """SGLang or vLLM servers with the teacher's weights, used in turn from ``first`` on. They only score tokens.
 
     Their log-probabilities are those at temperature 1 over the complete vocabulary.
-
-    Args:
-        urls: ``http://host:port`` of each server.
-        engine: Inference engine of the servers.
-        api_key: API key of all servers.
-        timeout_seconds: Deadline of one response, including the time in the server's queue.
-        max_in_flight: Maximum number of requests in flight.
-        first: Index of the server that gets the first request.
     """
 
     def __init__(
@@ -63,8 +54,7 @@ class TeacherServers:
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Tensor]:
         """Return float32 log-probabilities ``[T]`` of each sample, 0 before the first token of its loss mask.
 
-        Raises:
-            ServerError: No server could score a sample, or a response is for other tokens.
+        A ServerError if no server could score a sample, or a response is for other tokens.
         """
         return asyncio.run(self._score_all(samples))
 

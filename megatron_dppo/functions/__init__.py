@@ -27,10 +27,7 @@ def is_function_name(name: str) -> bool:
 def load_function(name: str, setting: str, also: str = "") -> Callable[..., object]:
     """Import the function; a file is executed again at each call.
 
-    Args:
-        name: Name of the function.
-        setting: Key that names it, for error messages.
-        also: Other values that the key takes, for error messages: ``"'math', "``.
+    ``also`` are other values that the key ``setting`` takes, for error messages: ``"'math', "``.
 
     Raises:
         FunctionError: The name has another form, the import fails, or it is not callable.
@@ -75,18 +72,7 @@ def _import_module(name: str) -> Any:
 def check_arguments(
     function: Callable[..., object], name: str, setting: str, takes: Sequence[str], options: Mapping[str, object]
 ) -> None:
-    """Check that a function can be called with some positional arguments, and with options by name.
-
-    Args:
-        function: The function.
-        name: Its name.
-        setting: Key that names it.
-        takes: Names of the positional arguments, for the message.
-        options: Further arguments by name.
-
-    Raises:
-        FunctionError: The signature does not accept them.
-    """
+    """Check that a function can be called with some positional arguments, and with options by name."""
     try:
         inspect.signature(function).bind(*takes, **options)
     except (TypeError, ValueError) as error:
@@ -106,11 +92,7 @@ def has_parameter(function: Callable[..., object], name: str) -> bool:
 
 
 def content_hash(name: str) -> str:
-    """Return the SHA-256 of the file in ``name``; empty for a module's function.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Return the SHA-256 of the file in ``name``; empty for a module's function."""
     file = name.rpartition(":")[0]
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file.endswith(".py") else ""
 

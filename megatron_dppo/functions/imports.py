@@ -21,13 +21,9 @@ class ImportedFiles(NamedTuple):
 
 
 def imported_files(file: Path, root: Path) -> ImportedFiles:
-    """Return the files that a Python file imports.
+    """Return the files that a Python file imports, looked up in ``root`` first.
 
     ``import``, ``from`` and ``import_module`` with a constant name are followed, also inside functions.
-
-    Args:
-        file: Python file.
-        root: Folder that imports are looked up in first.
     """
     # A module of packages below the root: importing it executes theirs.
     packages = [folder / "__init__.py" for folder in file.parents if root in folder.parents]

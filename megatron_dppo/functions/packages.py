@@ -12,11 +12,7 @@ INSTALL = "pip install -e . in the clone of megatron_dppo"
 
 
 def installed(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points of all installed packages by name; nothing is imported.
-
-    Raises:
-        ConfigError: Two packages offer one name.
-    """
+    """Return the entry points of all installed packages by name; nothing is imported."""
     result: dict[str, EntryPoint] = {}
     for point in sorted(entry_points(group=group), key=lambda point: point.name):
         other = result.setdefault(point.name, point)
@@ -30,11 +26,7 @@ def installed(group: str) -> dict[str, EntryPoint]:
 
 
 def load(point: EntryPoint) -> Any:
-    """Import what an entry point names.
-
-    Raises:
-        ConfigError: It cannot be imported.
-    """
+    """Import what an entry point names."""
     try:
         return point.load()
     except Exception as error:  # a package from elsewhere may raise anything
@@ -42,6 +34,17 @@ def load(point: EntryPoint) -> Any:
             f"{point.name} of {point.group}: {point.value} of {package_name(point)} cannot be imported: "
             f"{type(error).__name__}: {error}. Fix: {INSTALL}, or another version of that package"
         ) from error
+
+
+def load_only(group: str, name: str, setting: str) -> Any:
+    """Import what the entry point ``name`` of a group names, which ``setting`` needs."""
+    points = installed(group)
+    if name not in points:
+        raise ConfigError(
+            f"{setting} needs a package with the entry point {name} of {group}, got {', '.join(points) or 'none'}. "
+            f"Fix: {INSTALL}"
+        )
+    return load(points[name])
 
 
 def package_name(point: EntryPoint) -> str:

@@ -23,12 +23,7 @@ _PREFIX = f"{__package__}.user_"
 
 
 def load_user_file(path: Path) -> ModuleType:
-    """Execute a file as a module, also if it was executed before. It can import the modules beside it.
-
-    Raises:
-        FileNotFoundError: It does not exist.
-        ImportError: A module beside it has the name of another module, which Python would import instead.
-    """
+    """Execute a file as a module, also if it was executed before. It can import the modules beside it."""
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")

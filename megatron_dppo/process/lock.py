@@ -32,8 +32,6 @@ from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import read_regular_file
 
 CLAIM = ".megatron_dppo.claim"
-
-
 _CLAIMED_EXIT_CODE = 1
 """Exit code of an attempt whose folder a later attempt has claimed. No process waits for it."""
 _LOST_EXIT_CODE = UserError.exit_code
@@ -59,11 +57,6 @@ def claim(folder: Path) -> None:
     file.replace(folder / CLAIM)
 
 
-def withdraw_claim(folder: Path) -> None:
-    """Delete the claim file, once this process has the lock."""
-    (folder / CLAIM).unlink(missing_ok=True)
-
-
 def exit_if_claimed(folder: Path) -> None:
     """Exit at once, like ``kill -9``, if a later attempt of this job has claimed the folder."""
     ours = slurm_attempt()
@@ -84,19 +77,11 @@ def exit_if_claimed(folder: Path) -> None:
 
 
 LOCK = ".megatron_dppo.lock"
-
-
 HEARTBEAT_SECONDS = 5.0
-
-
 CLAIM_SECONDS = 60.0
 """Seconds that an earlier attempt of the same job has to exit. Longer than several heartbeats."""
-
-
 WATCH_SECONDS = 30.0
 """Seconds to watch for heartbeats of an owner on another machine. Longer than several heartbeats."""
-
-
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
@@ -149,18 +134,7 @@ _RUN_MESSAGES = LockMessages()
 class FolderLock:
     """Lock of a folder, held until ``release`` or until this process exits.
 
-    Args:
-        folder: Existing folder.
-        messages: Terms of the error messages.
-        watch_seconds: Seconds to watch for heartbeats of an owner on another machine.
-        heartbeat_seconds: Seconds between two heartbeats of this process.
-
-    Attributes:
-        path: Lock file.
-        note: Message about a previous owner that did not release the lock. Empty if there was none.
-
-    Raises:
-        ConfigError: Another process works in the folder, or the lock file cannot be written.
+    ``note`` is about a previous owner that did not release the lock. Empty if there was none.
     """
 
     def __init__(
@@ -214,7 +188,7 @@ class FolderLock:
                 break
             os.close(self._file)  # its owner deleted the file after it was opened here and before it was locked
             self._file = self._open()
-        withdraw_claim(self.path.parent)
+        (self.path.parent / CLAIM).unlink(missing_ok=True)
         if owner is not None:
             self.note = (
                 f"the {self._messages.owner} that held this folder ({_describe_owner(owner)}) exited without releasing "

@@ -36,11 +36,7 @@ def new_marker() -> Marker:
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """Return the marker of a folder. None if no run began there.
-
-    Raises:
-        ConfigError: The marker is damaged.
-    """
+    """Return the marker of a folder. None if no run began there."""
     file = folder / MARKER
     if not os.path.lexists(file):
         return None
@@ -56,11 +52,7 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def _checked(marker: Marker) -> Marker:
-    """Return the marker if its values are such as a run writes.
-
-    Raises:
-        TypeError: One is not.
-    """
+    """Return the marker if its values are such as a run writes."""
     for name, value in vars(marker).items():
         if not isinstance(value, str) or len(value) > _MAX_LENGTH:
             raise TypeError(f"{name} = {str(value)[:_MAX_LENGTH]}")

@@ -28,10 +28,7 @@ _forking = False
 
 @contextmanager
 def no_orphans() -> Iterator[None]:
-    """Let processes that are started in this context exit soon after this one, even after a SIGKILL.
-
-    The program ``reaper`` kills them.
-    """
+    """Let ``reaper`` kill what is started in this context soon after this process exits, even by SIGKILL."""
     if sys.platform != "linux":
         yield
         return

@@ -26,10 +26,7 @@ _KILL_SECONDS = 10.0
 
 
 def find_leftovers(mark: str, sessions: set[int]) -> list[int]:
-    """Return the running processes with the mark or in one of the sessions.
-
-    Sessions that marked processes lead are added to ``sessions``.
-    """
+    """Return the running processes with the mark or in a session; add the sessions that marked ones lead."""
     variable = f"{VARIABLE}={mark}".encode()
     leftovers = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):

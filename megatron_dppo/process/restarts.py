@@ -72,64 +72,37 @@ class AttemptRecord:
     """True if an attempt has begun and has not recorded its end."""
 
 
+@dataclass
 class Restarts:
-    """Record of the attempts of one job.
+    """Record of the attempts of one job."""
 
-    Args:
-        file: Record file. Belongs to one job.
-        output_dir: Folder of the run.
-        limit: Number of restarts in a row after crashes without a newer checkpoint.
-    """
-
-    def __init__(self, file: Path, output_dir: Path, limit: int) -> None:
-        self._file = file
-        self._output_dir = output_dir
-        self._limit = limit
+    file: Path
+    output_dir: Path
+    limit: int
+    """Restarts after crashes without a newer checkpoint."""
 
     def begin(self) -> str:
-        """Record that an attempt begins and return a message for the user. Empty for the first attempt.
-
-        Raises:
-            AttemptsExhausted: The previous attempt did not record its exit, and too many made no progress.
-            ConfigError: The record is damaged.
-        """
+        """Record that an attempt begins and return a message for the user. Empty for the first attempt."""
         record, note = self._read(), ""
         if record.running:
             record = self._count_attempt(record)
             note = "the last attempt ended without recording its exit, as after a node failure; "
-            if record.ends > self._limit:
+            if record.ends > self.limit:
                 self._write(replace(record, running=False))
                 raise AttemptsExhausted(note + self._explain_limit(record))
         self._write(replace(record, running=True))
         return f"{note}resuming from {record.progress}, attempt {record.ends + 1} from there" if record.ends else note
 
     def crashed(self, how: str) -> str:
-        """Record that the attempt crashed and return a message for the user.
-
-        Args:
-            how: Exit of the attempt, as in "has crashed with exit code 1".
-
-        Raises:
-            AttemptsExhausted: The job must not be queued again.
-            ConfigError: The record is damaged.
-        """
-        return self._end_attempt(how, self._limit)
+        """Record that the attempt crashed and return a message for the user."""
+        return self._end_attempt(how, self.limit)
 
     def stopped(self) -> str:
-        """Record that the attempt was stopped before its time limit and return a message for the user.
-
-        Raises:
-            AttemptsExhausted: Several such attempts in a row saved nothing: the time limit is too short for one step.
-            ConfigError: The record is damaged.
-        """
-        return self._end_attempt("was stopped", max(self._limit, MIN_STOPS))
+        """Record that the attempt was stopped before its time limit and return a message for the user."""
+        return self._end_attempt("was stopped", max(self.limit, MIN_STOPS))
 
     def preempted(self) -> None:
-        """Record that the attempt was preempted, which does not count.
-
-        Raises:
-            ConfigError: The record is damaged.
-        """
+        """Record that the attempt was preempted, which does not count."""
         self._write(replace(self._read(), running=False))
 
     def _end_attempt(self, how: str, limit: int) -> str:
@@ -143,31 +116,31 @@ class Restarts:
     def _explain_limit(self, record: AttemptRecord) -> str:
         return (
             f"{record.ends} attempts in a row ended without anything newer than {record.progress} in "
-            f"{self._output_dir} (--max-restarts {self._limit}), so the job is not queued again. Submit it again to "
+            f"{self.output_dir} (--max-restarts {self.limit}), so the job is not queued again. Submit it again to "
             "resume from there"
         )
 
     def _count_attempt(self, record: AttemptRecord) -> AttemptRecord:
         """Return the record after an attempt that has just ended."""
-        progress = DiskProgress.read(self._output_dir)
+        progress = DiskProgress.read(self.output_dir)
         # Progress never goes back in the record: a damaged checkpoint that is saved once more is no progress.
         ends = record.ends + 1 if progress <= record.progress else 1
         return AttemptRecord(ends, max(progress, record.progress), running=False)
 
     def _read(self) -> AttemptRecord:
         try:
-            values = json.loads(self._file.read_text(encoding="utf-8"))
+            values = json.loads(self.file.read_text(encoding="utf-8"))
             return AttemptRecord(int(values["ends"]), DiskProgress(**values["progress"]), bool(values["running"]))
         except FileNotFoundError:
             return AttemptRecord()
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"{self._file} is damaged ({error}); delete it to count the attempts from 1 again"
+                f"{self.file} is damaged ({error}); delete it to count the attempts from 1 again"
             ) from error
 
     def _write(self, record: AttemptRecord) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        write_synced(self._file, json.dumps(asdict(record)) + "\n")
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        write_synced(self.file, json.dumps(asdict(record)) + "\n")
 
 
 @dataclass(frozen=True)
@@ -182,9 +155,8 @@ class RankExit:
 def find_first_failure(folder: Path, code: int) -> RankExit:
     """Return the exit that caused the others: the first one with a code in ``FINAL``, else the first one.
 
-    Args:
-        folder: Folder with a file ``code_RANK`` for each rank that exited by itself with a code other than 0.
-        code: Exit code of the Slurm step: that of any of its ranks, or of the signal that ended the remaining ranks.
+    ``folder`` has a file ``code_RANK`` for each rank that exited by itself with a code other than 0. ``code`` is that
+    of the Slurm step: that of any of its ranks, or of the signal that ended the remaining ranks.
     """
     timed_exits = []
     for file in folder.glob("code_*"):

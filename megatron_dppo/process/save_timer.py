@@ -19,10 +19,6 @@ class SaveTimer:
 
     One is due every ``minutes``. It waits longer if saves would take more than ``MAX_FRACTION`` of the time since the
     start. A save costs what the last one did: the seconds in which training waited for it.
-
-    Args:
-        minutes: Minutes between saves. None disables saves by time.
-        clock: Seconds since a fixed moment.
     """
 
     def __init__(self, minutes: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,11 +44,7 @@ class SaveTimer:
 
     @contextmanager
     def measure(self, *, by_time: bool) -> Iterator[None]:
-        """Measure a save. The next one is due ``minutes`` after its end.
-
-        Args:
-            by_time: True if this save is one of those that ``MAX_FRACTION`` limits.
-        """
+        """Measure a save, limited by ``MAX_FRACTION`` if it is ``by_time``. The next is due ``minutes`` later."""
         began = self._clock()
         yield
         self._last_save = self._clock()
@@ -61,11 +53,7 @@ class SaveTimer:
 
 
 def has_memory_for_copies(part_bytes: int) -> bool:
-    """Return True if every process of this machine can copy its part of a checkpoint to host memory.
-
-    Args:
-        part_bytes: Bytes of this process's part.
-    """
+    """Return True if every process of this machine can copy its part of a checkpoint to host memory."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return processes * part_bytes <= _MEMORY_FRACTION * available_host_bytes()
 

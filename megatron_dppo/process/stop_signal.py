@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron_dppo.process import time_limit
 
 STOPPED_BY_HAND = 130
-"""Exit code after a second SIGINT."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TIME_LIMIT = 1000
 """Number of the request by the time limit, beside those of signals."""
@@ -25,12 +24,7 @@ _SAME_REQUEST_SECONDS = 1.0
 
 
 class Stopped(Exception):
-    """End of a run after a request to stop; the message says from which step it resumes.
-
-    Args:
-        message: Reason.
-        exit_code: Exit code of the process.
-    """
+    """End of a run after a request to stop; the message says from which step it resumes."""
 
     def __init__(self, message: str, exit_code: int = 0) -> None:
         super().__init__(message)

@@ -21,12 +21,7 @@ _SLOWER = 1.2
 
 
 class TimeLimit:
-    """Measures steps and decides whether another one fits.
-
-    Args:
-        end: Time at which the run must have ended, in seconds since 1970. None means no limit.
-        clock: Seconds since 1970.
-    """
+    """Measures steps and decides whether another one fits."""
 
     def __init__(self, end: float | None, clock: Callable[[], float] = time.time) -> None:
         self._end = end
@@ -37,11 +32,7 @@ class TimeLimit:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> TimeLimit:
-        """Return the limit that ``VARIABLE`` sets.
-
-        Raises:
-            ConfigError: Its value is not such a number.
-        """
+        """Return the limit that ``VARIABLE`` sets."""
         text = environ.get(VARIABLE, "")
         if not text:
             return cls(None)
@@ -58,22 +49,12 @@ class TimeLimit:
         self._began = self._clock()
 
     def end_step(self, *, has_evaluated: bool) -> None:
-        """Note that a step has ended, with its save.
-
-        Args:
-            has_evaluated: True if the step's time contains an evaluation.
-        """
+        """Note that a step has ended, with its save."""
         self._longest = max(self._longest, self._clock() - self._began)
         self._has_evaluated |= has_evaluated
 
     def leaves_no_step(self, *, save_seconds: float | None, evaluates_next: bool) -> bool:
-        """Return True if another step and its save may not fit; call it before the save of a step.
-
-        Args:
-            save_seconds: Time of a save. None: none was measured, and it may take as long as a step.
-            evaluates_next: True if the next step has an evaluation. One that was not measured may take as long as a
-                step.
-        """
+        """Return True if another step and its save may not fit. What was not measured may take as long as a step."""
         if self._end is None:
             return False
         now = self._clock()

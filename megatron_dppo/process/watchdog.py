@@ -35,7 +35,6 @@ from megatron_dppo.config.run import RunConfig
 from megatron_dppo.report.clock import PROGRESS
 
 EXIT_CODE = 4
-"""Exit code of a run that hangs."""
 _SHARE_OF_TIMEOUT = 0.9
 _ALONE = {"start", "rollout", "reward", "prefetch_wait", "publish", "evaluate", "save", "export"}
 """Phases in which a rank works alone for as long as it needs, while others wait over the CPU."""
@@ -51,9 +50,7 @@ class Heartbeat:
     """Last heartbeat of a rank."""
 
     count: int
-    """Number of heartbeats sent."""
     changes: int
-    """Number of phase changes since the start."""
     step: int
     phase: str
     entered: float
@@ -95,17 +92,7 @@ class RankStatus:
 
 
 def find_behind(ranks: dict[int, RankStatus], now: float, limit: float, interval: float) -> list[int]:
-    """Return the ranks that the others wait for.
-
-    Args:
-        ranks: Status of all ranks.
-        now: ``time.monotonic()``.
-        limit: Seconds without progress of any rank.
-        interval: Seconds between two heartbeats.
-
-    Returns:
-        Empty if a rank has progressed within ``limit`` seconds, or if no rank is behind.
-    """
+    """Return the ranks that the others wait for; none if one has progressed within ``limit`` seconds."""
     if now - max(status.progressed_at for status in ranks.values()) < limit:
         return []
     silent = [rank for rank, status in ranks.items() if now - status.received_at > max(limit / 2, 4 * interval)]
@@ -158,12 +145,7 @@ def _process_state(heartbeat: Heartbeat) -> str:
 
 
 class Watchdog:
-    """Threads that end a hung run with exit code 4. Inactive with one rank.
-
-    Args:
-        run: The keys ``output_dir`` (stack traces go to ``hang/rank_N.txt`` in it), ``hang_minutes``,
-            ``timeout_minutes`` and ``wait_minutes``.
-    """
+    """Threads that end a hung run with exit code 4; stack traces go to ``hang/rank_N.txt``. Inactive with one rank."""
 
     def __init__(self, run: RunConfig) -> None:
         self._folder = Path(run.output_dir) / "hang"

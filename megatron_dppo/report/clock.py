@@ -9,13 +9,10 @@ from contextlib import contextmanager
 
 
 class Progress:
-    """The current phase of this process's main thread, for threads that watch it.
+    """The current phase of this process's main thread, for threads that watch it; ``loop`` between two phases.
 
-    Attributes:
-        step: Completed rollout steps; during the warm-up, its steps.
-        phase: Current phase, such as ``rollout`` or ``forward_backward``; ``loop`` between two phases.
-        changes: Number of changes of step or phase.
-        entered: ``time.time()`` of the last change.
+    ``step`` counts completed rollout steps; during the warm-up, its steps. ``entered`` is the time of the last of
+    ``changes`` of step or phase.
     """
 
     def __init__(self) -> None:
@@ -46,14 +43,12 @@ class Progress:
 
 
 PROGRESS = Progress()
-"""Progress of this process."""
 
 
 class Clock:
     """Wall-clock seconds of one step and of its named parts on this rank.
 
-    On CUDA a part ends when its kernels are queued, unless it waits for a result itself, as the loss and the gradient
-    norm do.
+    On CUDA a part ends when its kernels are queued, unless it waits for a result, as loss and gradient norm do.
     """
 
     def __init__(self) -> None:

@@ -31,14 +31,7 @@ _IDLE = ("perf/waiting_seconds", "perf/prefetch_wait_seconds")
 
 
 def format_step_line(step: int, total: int, values: Mapping[str, float | None], agent_error: str = "") -> str:
-    """Return one line with the main numbers of a step; ``-`` for a value that was not measured.
-
-    Args:
-        step: Rollout steps done.
-        total: Rollout steps of the run.
-        values: Metrics of the step.
-        agent_error: First error of the step's failed episodes.
-    """
+    """Return one line with the main numbers of a step; ``-`` for a value that was not measured."""
     width = len(str(total))
     cells = [
         f"{label} {'-' if values.get(key) is None else pattern.format(values[key]):<{7}}"
@@ -79,12 +72,7 @@ def idle_fraction(values: Mapping[str, float]) -> float | None:
 
 
 def live_rows(values: Mapping[str, float], eval_score_name: str) -> list[tuple[str, str]]:
-    """Return the rows of the live view, as pairs of name and value.
-
-    Args:
-        values: Metrics of the newest step and of the newest evaluation.
-        eval_score_name: ``accuracy`` or ``score``.
-    """
+    """Return the rows of the live view, as pairs of name and value."""
     rows: list[tuple[str, float | None, str]] = [
         ("reward", values.get("rollout/reward"), "{:.3f}"),
         (f"held-out {eval_score_name}", values.get("eval/accuracy"), "{:.3f}"),
@@ -97,12 +85,7 @@ def live_rows(values: Mapping[str, float], eval_score_name: str) -> list[tuple[s
 
 
 class Console:
-    """Output of one rank; disabled on the others.
-
-    Args:
-        enabled: False on all ranks but one, or if the user disabled the output.
-        eval_score_name: Name of the mean over held-out prompts, ``accuracy`` or ``score``.
-    """
+    """Output of one rank; disabled on the others."""
 
     def __init__(self, enabled: bool, eval_score_name: str = "accuracy") -> None:
         self._enabled = enabled

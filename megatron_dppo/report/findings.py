@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_dppo.report.records import Record
+from megatron_dppo.report.records import Record, mean
 
 _WINDOW = 10
 """Steps of a mean, at the beginning and at the end of the run."""
@@ -29,10 +29,6 @@ class Finding(NamedTuple):
 
 def findings(records: Sequence[Record], masked: Sequence[Record] = ()) -> list[Finding]:
     """Return the findings, the most severe first.
-
-    Args:
-        records: Records of ``metrics.jsonl``, in order.
-        masked: Tokens that the recorded steps masked, with ``text``, ``sign`` and ``count``.
 
     Example:
         >>> [each.level for each in findings([{"step": 1, "train/skipped_updates": 1.0}])]
@@ -58,7 +54,7 @@ class _Values:
 
     def last(self, name: str) -> float | None:
         """Return the mean of the last steps."""
-        return _mean(self.series(name)[-_WINDOW:])
+        return mean(self.series(name)[-_WINDOW:])
 
     def last_share(self, part: str, total: str) -> float:
         """Return the share of ``part`` in ``total`` over the last steps. A step without the part counts as 0."""
@@ -68,11 +64,7 @@ class _Values:
 
     def first(self, name: str) -> float | None:
         """Return the mean of the first steps."""
-        return _mean(self.series(name)[:_WINDOW])
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+        return mean(self.series(name)[:_WINDOW])
 
 
 def _above(name: str, limit: float, level: str, text: str, suggestion: str) -> Callable[[_Values], list[Finding]]:
@@ -268,9 +260,7 @@ class LearningWarnings:
         >>> [bool(warnings.check_step({"rollout/groups_without_signal": 1.0})) for _ in range(5)]
         [False, False, True, False, False]
 
-    Args:
-        has_reward_signal: False if the run does not learn from rewards (but from a teacher), which disables the
-            warnings.
+    Without ``has_reward_signal`` there are none: the run learns from a teacher.
     """
 
     def __init__(self, *, has_reward_signal: bool = True) -> None:

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dppo.config.run import LogConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import write_synced
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.sinks import open_sinks
-from megatron_dppo.report.trackers import RunLabels
 from megatron_dppo.types import Metric
 
 _Pair = tuple[str, float, float]
@@ -31,14 +31,9 @@ def reduce_metrics(
 ) -> dict[str, float]:
     """Combine the metrics of micro-batches and of all ranks; the result is bit-identical on every rank.
 
-    Args:
-        local: Metrics of each micro-batch of this rank. Ranks may have different names, or none.
-        group: Ranks to reduce over. None uses only this rank.
-        contributes: False on ranks that hold copies of a peer's metrics (tensor-parallel ranks above 0).
-
-    Returns:
-        For a mean the sum of numerators over the sum of denominators, for a maximum the largest value. A mean over
-            nothing has no value, so its name is missing.
+    A mean is the sum of numerators over the sum of denominators, and its name is missing if that is 0. Ranks may have
+    different names, or none. Those that hold copies of a peer's metrics (tensor-parallel ranks above 0) do not
+    contribute. Without a group it is this rank alone.
     """
     local_sums = _sum_locally(local) if contributes else {}
     gathered: list[dict[str, _Pair]] = [local_sums]
@@ -87,31 +82,10 @@ def _to_floats(values: Sequence[Tensor | float]) -> list[float]:
 class MetricsWriter:
     """Writer of one record per step to ``metrics.jsonl`` and, if enabled, to TensorBoard and trackers.
 
-    Args:
-        folder: Output folder of the run.
-        config: Resolved configuration, for the trackers.
-        tensorboard: True to write TensorBoard events.
-        wandb_project: Project in Weights & Biases. None disables it.
-        trackers: Names of further trackers (``report.trackers``).
-        labels: Name and tags of the run in trackers. None uses the name of the folder.
-        resumed_step: Records of later steps are dropped, because the interrupted run wrote them. None starts a new
-            file.
-
-    Raises:
-        ConfigError: Weights & Biases is enabled but not installed.
+    Records of steps after ``resumed_step`` are dropped: the interrupted run wrote them. None starts a new file.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        config: Mapping[str, object],
-        *,
-        tensorboard: bool,
-        wandb_project: str | None,
-        resumed_step: int | None,
-        trackers: Sequence[str] = (),
-        labels: RunLabels | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, object], log: LogConfig, *, resumed_step: int | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         # Rewrite the file without records after the checkpoint: these steps are computed again.
@@ -119,15 +93,7 @@ class MetricsWriter:
         write_synced(self.path, "".join(json.dumps(record) + "\n" for record in keep))
         # Readable too, for ``_restore_if_deleted``.
         self._file = self.path.open("a+", encoding="utf-8")
-        self._sinks = open_sinks(
-            folder,
-            config,
-            tensorboard=tensorboard,
-            wandb_project=wandb_project,
-            trackers=trackers,
-            labels=labels or RunLabels(project=wandb_project or "megatron_dppo", name=folder.name),
-            resumed_step=resumed_step,
-        )
+        self._sinks = open_sinks(folder, config, log, resumed_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add the values of one step; keys start with ``train/ rollout/ eval/ perf/``."""
@@ -141,11 +107,7 @@ class MetricsWriter:
             sink.log(values, step)
 
     def _restore_if_deleted(self) -> None:
-        """Write the file again if it was deleted or renamed: the open handle still has its records.
-
-        Raises:
-            ConfigError: Another file has its place.
-        """
+        """Write the file again if it was deleted or renamed: the open handle still has its records."""
         try:
             is_current = os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
         except FileNotFoundError:

@@ -12,7 +12,6 @@ from megatron_dppo.errors import DataError
 from megatron_dppo.files import read_regular_file, write_synced
 
 Record = dict[str, Any]
-"""One line of a JSONL file of the run."""
 
 DAMAGED = ".damaged"
 """End of the name of the file that gets the damaged lines."""
@@ -28,13 +27,8 @@ RENAMED_METRICS: Mapping[str, str] = {
 }
 """Name of each renamed metric, by its name in runs of older versions."""
 
-
 Check = Callable[[Record], str]
 """Function that returns what is wrong with a record, or an empty text."""
-
-
-def _no_problem(record: Record) -> str:
-    return ""
 
 
 def metric_problem(record: Record) -> str:
@@ -49,17 +43,11 @@ def metric_problem(record: Record) -> str:
     return ""
 
 
-def read_records(path: Path, check: Check = _no_problem, *, skip_damaged: bool = False) -> list[Record]:
+def read_records(path: Path, check: Check = lambda record: "", *, skip_damaged: bool = False) -> list[Record]:
     """Return the objects of a file; none if the file does not exist. An incomplete last line is ignored.
 
-    Args:
-        path: File of JSON lines.
-        check: Test of each object.
-        skip_damaged: Leave lines out that are not such objects. A run reads its own logs this way, since a log must not
-            decide whether the run goes on.
-
-    Raises:
-        DataError: The path is not a file, or a line is not such an object and ``skip_damaged`` is false.
+    With ``skip_damaged`` lines are left out that are not such objects. A run reads its own logs this way, since a log
+    must not decide whether the run goes on.
     """
     records, damaged = _read_lines(path, check)
     if damaged and not skip_damaged:
@@ -71,11 +59,7 @@ def read_records(path: Path, check: Check = _no_problem, *, skip_damaged: bool =
 
 
 def read_metrics(path: Path, *, skip_damaged: bool = False) -> list[Record]:
-    """Return the records of a ``metrics.jsonl``, see ``read_records``. Renamed metrics have their current names.
-
-    Raises:
-        DataError: Also for a record without a step, or with values other than numbers and null.
-    """
+    """Return the records of a ``metrics.jsonl``, see ``read_records``. Renamed metrics have their current names."""
     return [
         {RENAMED_METRICS.get(name, name): value for name, value in record.items()}
         for record in read_records(path, metric_problem, skip_damaged=skip_damaged)
@@ -83,18 +67,7 @@ def read_metrics(path: Path, *, skip_damaged: bool = False) -> list[Record]:
 
 
 def set_damaged_lines_aside(path: Path, check: Check) -> str:
-    """Move the damaged lines of a file to the end of ``NAME.damaged``, so that a run can append to the file.
-
-    Args:
-        path: File of JSON lines; it may be missing.
-        check: Test of each object.
-
-    Returns:
-        A warning; empty if no line is damaged.
-
-    Raises:
-        DataError: The path is not a file.
-    """
+    """Move damaged lines to the end of ``NAME.damaged``, so that a run can append; return a warning, or no text."""
     records, damaged = _read_lines(path, check)
     if not damaged:
         return ""
@@ -173,7 +146,7 @@ def summarize(
         "eval_before": evaluations[0] if evaluations else None,
         "eval_after": evaluations[-1] if evaluations else None,
         "reward_first": rewards[0] if rewards else None,
-        "reward_last": _mean(rewards[-_WINDOW:]),
+        "reward_last": mean(rewards[-_WINDOW:]),
         "train_seconds": round(train_seconds, 2),
         "total_seconds": round(total_seconds, 2),
         "world_size": world_size,
@@ -188,17 +161,13 @@ def summarize(
 _MAX_CHARACTERS = 100
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def mean(values: Sequence[float]) -> float | None:
+    """Return the mean; None of no values."""
     return sum(values) / len(values) if values else None
 
 
 def before_after_table(folder: Path, eval_score_name: str = "accuracy") -> str:
-    """Return a table of the first and last value of the main metrics.
-
-    Args:
-        folder: Output folder of the run.
-        eval_score_name: Name of the mean over held-out prompts, ``accuracy`` or ``score``.
-    """
+    """Return a table of the first and last value of the main metrics."""
     records = read_metrics(folder / "metrics.jsonl", skip_damaged=True)
     rows = [
         (f"held-out {eval_score_name} (greedy)", "eval/accuracy"),

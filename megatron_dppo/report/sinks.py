@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from megatron_dppo.config.run import LogConfig
 from megatron_dppo.errors import ConfigError, ErrorCollector
-from megatron_dppo.report.logged_steps import LoggedSteps
 from megatron_dppo.report.trackers import (
+    LoggedSteps,
     RunLabels,
     begin_new_runs,
     finite_values,
@@ -27,7 +28,6 @@ class Sink(Protocol):
     """A receiver of metrics."""
 
     shows_tables: bool
-    """True if it can show tables."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add the values of one step."""
@@ -128,12 +128,6 @@ class ContinuedSink:
 
     No tracker takes values back. So the steps between the checkpoint and the interruption keep the values of the
     interrupted attempt; ``metrics.jsonl`` has those of the attempt that continued.
-
-    Args:
-        sink: The tracker's run.
-        name: Name of the tracker.
-        folder: Output folder of the run.
-        resumed_step: Step of the checkpoint. None at the beginning of a run.
     """
 
     def __init__(self, sink: Sink, name: str, folder: Path, resumed_step: int | None) -> None:
@@ -167,31 +161,25 @@ class ContinuedSink:
         self._sink.finish()
 
 
-def open_sinks(
-    folder: Path,
-    config: Mapping[str, object],
-    *,
-    tensorboard: bool,
-    wandb_project: str | None,
-    trackers: Sequence[str],
-    labels: RunLabels,
-    resumed_step: int | None,
-) -> list[Sink]:
-    """Open every enabled sink; arguments as in ``MetricsWriter``.
-
-    Raises:
-        ConfigError: Weights & Biases is enabled but not installed.
-    """
+def open_sinks(folder: Path, config: Mapping[str, object], log: LogConfig, resumed_step: int | None) -> list[Sink]:
+    """Open every sink that ``[log]`` enables; the other arguments are those of ``MetricsWriter``."""
+    labels = RunLabels(
+        project=log.project or log.wandb_project or "megatron_dppo",
+        name=log.name or folder.resolve().name,
+        group=log.group,
+        tags=tuple(log.tags),
+        offline=log.offline,
+    )
     sinks: list[Sink] = []
-    if tensorboard:
+    if log.tensorboard:
         sinks.append(TensorBoardSink(folder, resumed_step))
     if resumed_step is None:
         begin_new_runs(folder)
     tracked: list[tuple[str, Sink]] = []
-    if wandb_project:
-        tracked.append(("wandb", WandbSink(wandb_project, folder, config, labels)))
-    opened = open_trackers(trackers, folder, labels, config)
-    tracked.extend((name, TrackerSink(tracker)) for name, tracker in zip(trackers, opened, strict=True))
+    if log.wandb_project:
+        tracked.append(("wandb", WandbSink(log.wandb_project, folder, config, labels)))
+    opened = open_trackers(log.trackers, folder, labels, config)
+    tracked.extend((name, TrackerSink(tracker)) for name, tracker in zip(log.trackers, opened, strict=True))
     return sinks + [ContinuedSink(sink, name, folder, resumed_step) for name, sink in tracked]
 
 
@@ -215,20 +203,15 @@ def _plain(text: str) -> str:
     return "".join(f"&#{ord(c)};" if c in "|<>&*_`[]\\\n\r#" else c for c in text)
 
 
-def require_sinks(
-    *, tensorboard: bool, wandb_project: str | None, offline: bool = False, trackers: Sequence[str] = ()
-) -> None:
-    """Check that everything that ``[log]`` enables is installed and has its key.
-
-    Raises:
-        ConfigError: With the package to install, or where to put the key; all problems together.
-    """
+def require_sinks(log: LogConfig) -> None:
+    """Check that everything that ``[log]`` enables is installed and has its key."""
     problems = ErrorCollector()
-    if tensorboard:
+    if log.tensorboard:
         problems.attempt(_require_tensorboard)
-    problems.attempt(require_trackers, trackers)
-    if wandb_project is not None and problems.attempt(require_wandb, wandb_project) is not None and not offline:
-        problems.attempt(_require_wandb_key, wandb_project)
+    problems.attempt(require_trackers, log.trackers)
+    project = log.wandb_project
+    if project is not None and problems.attempt(require_wandb, project) is not None and not log.offline:
+        problems.attempt(_require_wandb_key, project)
     problems.raise_if_any()
 
 
@@ -253,11 +236,7 @@ def _require_wandb_key(project: str) -> None:
 
 
 def require_wandb(project: str) -> Any:
-    """Return the package ``wandb``; called early, so that a missing package is reported before the training.
-
-    Raises:
-        ConfigError: With the command that installs it.
-    """
+    """Return the package ``wandb``; called early, so that a missing package is reported before the training."""
     try:
         import wandb
     except ImportError as error:

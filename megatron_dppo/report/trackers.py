@@ -1,7 +1,10 @@
 """Experiment trackers: ids for Weights & Biases, and through ``accelerate`` MLflow, SwanLab, Trackio and Comet.
 
 Each output folder has one run in each tracker. Its id is stored in ``trackers.json``, so a resumed run continues the
-same curve (``report/logged_steps.py``). A run that begins again at step 0 begins a new curve.
+same curve. A run that begins again at step 0 begins a new curve.
+
+Trackers cannot take values back. MLflow and Trackio draw a step twice if it is logged twice, and Weights & Biases drops
+the second value. TensorBoard alone purges. So a resumed run adds each metric of a step once.
 """
 
 from __future__ import annotations
@@ -11,18 +14,19 @@ import json
 import math
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import read_regular_file, write_synced
-from megatron_dppo.report.logged_steps import LoggedSteps
 from megatron_dppo.report.records import DAMAGED
 
 IDS = "trackers.json"
-"""File with the ids of the run."""
+LOGGED_STEPS = "tracker_steps.json"
+"""File with the last step of each metric, by the id of the run in the tracker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +40,54 @@ class RunLabels:
     offline: bool = False
 
 
-def run_id(folder: Path, tracker: str) -> str:
-    """Return the id of a folder's run in a tracker; create and store it at the first call.
+class LoggedSteps:
+    """Last step of each metric that a run in a tracker got from this folder.
 
-    Two folders ``a/run`` and ``b/run`` get different ids.
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> steps = LoggedSteps(Path(mkdtemp()), "a1")
+        >>> steps.add(["loss"], 4)
+        >>> steps.last, steps.has("loss", 3), steps.has("loss", 5), steps.has("reward", 3)
+        (4, True, False, False)
     """
+
+    def __init__(self, folder: Path, tracker_id: str) -> None:
+        self._folder = folder
+        self._tracker_id = tracker_id
+        self._steps = dict(_all_steps(folder).get(tracker_id, {}))
+
+    @property
+    def last(self) -> int:
+        """Last step of any metric, -1 if the run has none."""
+        return max(self._steps.values(), default=-1)
+
+    def has(self, name: str, step: int) -> bool:
+        """Return True if the run has this metric of this step, or of a later one."""
+        return step <= self._steps.get(name, -1)
+
+    def add(self, names: Iterable[str], step: int) -> None:
+        """Record that the run gets these metrics of a step."""
+        self._steps |= dict.fromkeys(names, step)
+        write_synced(
+            self._folder / LOGGED_STEPS, json.dumps(_all_steps(self._folder) | {self._tracker_id: self._steps})
+        )
+
+
+def _all_steps(folder: Path) -> dict[str, dict[str, int]]:
+    """Return the steps by id. A damaged file does not stop a run: at worst a resume shows some steps twice."""
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads(read_regular_file(folder / LOGGED_STEPS))
+        if isinstance(content, dict):
+            return {run: _valid_steps(steps) for run, steps in content.items() if isinstance(steps, dict)}
+    return {}
+
+
+def _valid_steps(steps: Mapping[str, object]) -> dict[str, int]:
+    return {name: step for name, step in steps.items() if isinstance(step, int)}
+
+
+def run_id(folder: Path, tracker: str) -> str:
+    """Return the id of a folder's run in a tracker, made and stored at the first call. Each folder has its own."""
     ids = _read_ids(folder)
     if tracker not in ids:
         ids[tracker] = uuid.uuid4().hex
@@ -49,10 +96,7 @@ def run_id(folder: Path, tracker: str) -> str:
 
 
 def begin_new_runs(folder: Path) -> None:
-    """Forget the ids of the runs that have values, for a run that begins again at step 0.
-
-    The values of the earlier attempt may be those of another configuration.
-    """
+    """Forget ids of runs with values, which may be of another configuration, as a run begins again at step 0."""
     ids = _read_ids(folder)
     unused = {tracker: value for tracker, value in ids.items() if LoggedSteps(folder, value).last < 0}
     if unused != ids:
@@ -63,9 +107,6 @@ def _read_ids(folder: Path) -> dict[str, str]:
     """Return the ids of a folder's run by tracker.
 
     A damaged file must not decide whether a run resumes. It is renamed, and the trackers get new runs.
-
-    Raises:
-        ConfigError: The file cannot be read.
     """
     path = folder / IDS
     try:
@@ -122,11 +163,7 @@ _OPTIONS: Mapping[str, Callable[[Path, RunLabels], dict[str, object]]] = {
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Check that the packages of the trackers are installed.
-
-    Raises:
-        ConfigError: With the command that installs the missing packages.
-    """
+    """Check that the packages of the trackers are installed."""
     needed = [*names, *(["accelerate"] if names else [])]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
@@ -135,16 +172,7 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 def open_trackers(names: Sequence[str], folder: Path, labels: RunLabels, config: Mapping[str, object]) -> list[Any]:
-    """Start or continue the folder's run in each tracker; the results have ``log`` and ``finish``.
-
-    ``run_id`` has the id of each afterwards.
-
-    Args:
-        names: Some of ``mlflow``, ``swanlab``, ``trackio``, ``comet_ml``.
-        folder: Output folder of the run, where the ids are stored.
-        labels: Name, group and tags of the run.
-        config: Resolved configuration.
-    """
+    """Start or continue the folder's run in each tracker; the results have ``log`` and ``finish``."""
     if not names:
         return []
     from accelerate import PartialState
@@ -153,6 +181,7 @@ def open_trackers(names: Sequence[str], folder: Path, labels: RunLabels, config:
     opened = []
     for name in names:
         tracker = _mlflow(folder, labels) if name == "mlflow" else _generic(name, folder, labels)
+        tracker.main_process_only = False
         known = _read_ids(folder)
         tracker.start()
         if name == "mlflow" and "mlflow" not in known:
@@ -170,9 +199,7 @@ def open_trackers(names: Sequence[str], folder: Path, labels: RunLabels, config:
 def _generic(name: str, folder: Path, labels: RunLabels) -> Any:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    tracker = LOGGER_TYPE_TO_CLASS[name](labels.project, **_OPTIONS[name](folder, labels))
-    tracker.main_process_only = False
-    return tracker
+    return LOGGER_TYPE_TO_CLASS[name](labels.project, **_OPTIONS[name](folder, labels))
 
 
 def _mlflow(folder: Path, labels: RunLabels) -> Any:
@@ -180,9 +207,7 @@ def _mlflow(folder: Path, labels: RunLabels) -> Any:
 
     known = _read_ids(folder).get("mlflow")
     tags = {tag: "true" for tag in labels.tags} | ({"group": labels.group} if labels.group else {})
-    tracker = MLflowTracker(experiment_name=labels.project, run_id=known, run_name=labels.name, tags=tags)
-    tracker.main_process_only = False
-    return tracker
+    return MLflowTracker(experiment_name=labels.project, run_id=known, run_name=labels.name, tags=tags)
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str | int | float | bool]:

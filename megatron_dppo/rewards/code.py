@@ -48,11 +48,7 @@ def _long_integers() -> Iterator[None]:
 
 
 class Code:
-    """Scorer of one sample by its tests.
-
-    Raises:
-        RewardError: The interpreter does not run, or the machine has no sandbox.
-    """
+    """Scorer of one sample by its tests."""
 
     def __init__(self, options: CodeOptions, table: str) -> None:
         self._options = options
@@ -63,10 +59,6 @@ class Code:
         """Return ``score`` and ``passed``, the fraction of passed tests.
 
         With ``score = "all"`` the first failed test ends the sample, so that ``passed`` is 0 or 1.
-
-        Raises:
-            ValueError: The row has no tests of a known format.
-            SandboxError: The sandbox cannot be set up.
         """
         tests = self._tests(item)
         code = last_block(item.completion)

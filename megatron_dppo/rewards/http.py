@@ -30,11 +30,7 @@ class BadResponse(Exception):
 
 
 class ScoringServers:
-    """One or several servers that take turns. Create it in any process and use it in one event loop.
-
-    Raises:
-        RewardError: The environment variable with the key is not set.
-    """
+    """One or several servers that take turns. Create it in any process and use it in one event loop."""
 
     def __init__(self, options: ServerOptions, table: str) -> None:
         self._urls = itertools.cycle(options.urls)
@@ -99,18 +95,13 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
 _QuestionT = TypeVar("_QuestionT")
 _ResultT = TypeVar("_ResultT")
 _PendingQuestion = tuple[_QuestionT, "asyncio.Future[_ResultT]"]
-"""A question and the future of its result."""
 
 
 class RequestBatcher(Generic[_QuestionT, _ResultT]):
     """Collects the questions of one event-loop iteration and sends them in requests of at most ``size``.
 
-    A request with a bad response is split in two and each half is sent again, until the question at fault is alone. A
-    request is canceled when nobody waits for any of its results.
-
-    Args:
-        send: Function that sends several questions at once and returns one result each, or raises BadResponse.
-        size: Maximum number of questions in one request.
+    A request with a bad response (``BadResponse`` of ``send``) is split in two and each half is sent again, until the
+    question at fault is alone. A request is canceled when nobody waits for any of its results.
     """
 
     def __init__(self, send: Callable[[Sequence[_QuestionT]], Awaitable[Sequence[_ResultT]]], size: int) -> None:
@@ -120,11 +111,7 @@ class RequestBatcher(Generic[_QuestionT, _ResultT]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def submit(self, question: _QuestionT) -> _ResultT:
-        """Return the result for one question.
-
-        Raises:
-            Exception: As raised by ``send``.
-        """
+        """Return the result for one question."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             # The first question schedules the send after all other questions of this iteration.

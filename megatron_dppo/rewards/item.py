@@ -69,10 +69,7 @@ class RewardResult:
 def soft_overlong_penalty(length: int, longest: int, buffer: int) -> float:
     """Return DAPO's soft overlong punishment, from 0 to -1 (arXiv 2503.14476, equation 13).
 
-    Args:
-        length: Tokens of the response.
-        longest: Hard limit L_max.
-        buffer: L_cache. The punishment grows linearly over the last ``buffer`` tokens.
+    ``longest`` is L_max; over the last ``buffer`` tokens before it, L_cache, the punishment grows linearly.
     """
     return min(0.0, max(-1.0, (longest - buffer - length) / buffer))
 
@@ -163,11 +160,7 @@ def read_reward(value: Any) -> tuple[float, dict[str, float]]:
 
 
 def read_batch(values: object, count: int) -> list[object]:
-    """Return the values of a batch, one per sample.
-
-    Raises:
-        TypeError, ValueError: The value is not a list, or has another length.
-    """
+    """Return the values of a batch, one per sample; a TypeError or ValueError if it is no list of this length."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise TypeError(f"expected a list of rewards from a batch function, got {short_repr(values)}")
     result = list(islice(values, count + 1))  # The iterator may be endless.
@@ -182,9 +175,7 @@ def read_batch(values: object, count: int) -> list[object]:
 def error_text(error: BaseException, function: Callable[..., object] | None = None) -> str:
     """Return an error as short text with the line that raised it, even if its own methods raise.
 
-    Args:
-        error: The error.
-        function: User function whose result is wrong. Its own line is named if no line of the user raised the error.
+    Without such a line of the user, that of ``function`` is named: the user function whose result is wrong.
     """
     try:
         text = f"{type(error).__name__}: {error}"

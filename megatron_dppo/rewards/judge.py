@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_dppo.config.reward_options import JudgeOptions
@@ -18,26 +17,18 @@ _PLACEHOLDERS = re.compile(r"\{(prompt|completion|label)\}")
 
 
 class Judge:
-    """Scorer of one sample with an OpenAI-compatible ``/v1/chat/completions``.
-
-    Raises:
-        RewardError: The environment variable with the key is not set, or the prompt's file cannot be used.
-    """
+    """Scorer of one sample with an OpenAI-compatible ``/v1/chat/completions``."""
 
     def __init__(self, options: JudgeOptions, table: str) -> None:
         self._options = options
         self._servers = ScoringServers(options, table)
         self._template = options.prompt if options.prompt is not None else _read(str(options.prompt_file), table)
         # The longest word first, so that "A>>B" is not read as "A>B".
-        self._words = re.compile("|".join(rf"(?<!\w){re.escape(w)}(?!\w)" for w in _longest_first(options.choices)))
+        words = sorted(options.choices, key=len, reverse=True)
+        self._words = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in words))
 
     async def __call__(self, item: RewardItem) -> float:
-        """Return the mean score of the judge's replies.
-
-        Raises:
-            BadResponse: A reply has no score, or one outside the limits.
-            ServersUnreachable: No server responds.
-        """
+        """Return the mean score of the judge's replies."""
         requests = (self._request_reply(self.build_prompt(item)) for _ in range(self._options.samples))
         scores = [self.parse_score(reply) for reply in await asyncio.gather(*requests)]
         return sum(scores) / len(scores)
@@ -73,11 +64,7 @@ class Judge:
         return text
 
     def parse_score(self, reply: str) -> float:
-        """Return the score in a reply.
-
-        Raises:
-            BadResponse: It has no score, or one outside the limits.
-        """
+        """Return the score in a reply."""
         options = self._options
         reply = after_thinking(reply).lstrip()
         matches = list(re.finditer(options.pattern, reply) if options.pattern else self._words.finditer(reply))
@@ -110,10 +97,6 @@ def prompt_text(item: RewardItem) -> str:
     if len(item.messages) == 1:
         return str(item.messages[0].get("content", ""))
     return "\n\n".join(f"{message.get('role')}: {message.get('content', '')}" for message in item.messages)
-
-
-def _longest_first(words: Iterable[str]) -> list[str]:
-    return sorted(words, key=len, reverse=True)
 
 
 def _read(file: str, table: str) -> str:

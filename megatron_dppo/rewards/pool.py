@@ -16,18 +16,7 @@ from megatron_dppo.rewards.worker import Worker
 
 
 class FunctionPool:
-    """One function and its worker processes. Samples that need no process are scored in this one.
-
-    Args:
-        spec: Reward function.
-        timeout_seconds: Time limit for one sample, or for one call of a batch function. The worker is killed at the
-            limit.
-        num_workers: Number of processes.
-        async_concurrency: Concurrent samples of an async function in one worker.
-
-    Raises:
-        RewardError: The function cannot be loaded, its signature is unknown, or its options are wrong.
-    """
+    """One function and its worker processes. Samples that need no process are scored in this one."""
 
     def __init__(
         self, spec: FunctionSpec, timeout_seconds: float, num_workers: int, *, async_concurrency: int = 64

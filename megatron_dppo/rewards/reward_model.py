@@ -19,12 +19,7 @@ _Question = str | tuple[str, str] | list[int]
 
 
 class RewardModel:
-    """Scorer of one sample. Concurrent samples share requests.
-
-    Raises:
-        RewardError: The environment variable with the key is not set, or the tokenizer cannot be loaded or has no chat
-            template.
-    """
+    """Scorer of one sample. Concurrent samples share requests."""
 
     def __init__(self, options: RewardModelOptions, table: str, now: datetime | None = None) -> None:
         self._options = options
@@ -35,12 +30,7 @@ class RewardModel:
         self._tokenizer = None if options.tokenizer is None else _load_tokenizer(options.tokenizer, table)
 
     async def __call__(self, item: RewardItem) -> float:
-        """Return the score.
-
-        Raises:
-            BadResponse: The server's response is wrong.
-            ServersUnreachable: No server responds.
-        """
+        """Return the score."""
         return self._score(await self._batches.submit(self._build_question(item)))
 
     def _build_question(self, item: RewardItem) -> _Question:

@@ -40,15 +40,8 @@ class RewardScorer:
 
     Samples of an async function run concurrently, ``async_concurrency`` per worker. A batch function gets an equal
     share of the samples in each worker. A batch that raises, hangs, or returns anything but one value per sample is
-    split in two and each half is retried, until the samples at fault are alone.
-
-    Args:
-        function: Reward function, or its name.
-        timeout_seconds: Time limit for one sample, or for one call of a batch function. The worker is killed at the
-            limit.
-        num_workers: Number of processes.
-        async_concurrency: Concurrent samples of an async function in one worker.
-        shaping: Additions to the score.
+    split in two and each half is retried, until the samples at fault are alone. The worker is killed at the time limit
+    of one sample, or of one call of a batch function.
 
     Raises:
         RewardError: The function cannot be loaded, its signature is unknown, or its options are wrong.
@@ -93,12 +86,8 @@ class RewardScorer:
     def score(self, items: Sequence[RewardItem], *, is_batch: bool = True) -> list[RewardResult]:
         """Return one result per item, in order.
 
-        Args:
-            items: Completions to score.
-            is_batch: True if the items are enough to detect a broken function.
-
-        Raises:
-            RewardError: A function failed on every one of several items of a batch, so the function itself is broken.
+        With ``is_batch`` the items are enough to detect a broken function: one that fails on all of several items
+        raises RewardError.
         """
         function_items = [[item for item in items if function.scores(item)] for function in self._functions]
         outcomes = score_concurrently([function.pool for function in self._functions], function_items)
@@ -170,45 +159,38 @@ def build_scorer(
     is_only_source: bool,
     started_at: datetime,
 ) -> RewardScorer:
-    """Build the scorer of ``[reward]``. No process starts before the first sample.
-
-    Args:
-        reward: Functions, options and shaping.
-        rollout: Lengths and other values that some signatures pass.
-        label_key: ``data.label_key``.
-        is_only_source: True if only the functions give rewards: no agent, no ``rollout.generate``.
-        started_at: First start of the run.
-
-    Raises:
-        RewardError: A function cannot be loaded, its signature is unknown, its options are wrong, or it needs labels
-            and there are none.
-    """
+    """Build the scorer of ``[reward]``. With ``is_only_source`` no agent and no ``rollout.generate`` gives rewards."""
     shaping = Shaping(
         max_new_tokens=rollout.max_new_tokens,
         format=reward.format,
         overlong_buffer_tokens=reward.overlong_buffer_tokens,
         overlong_penalty=reward.overlong_penalty,
     )
-    run_info = _run_info(rollout, label_key, started_at)
+    slime_args: dict[str, object] = {
+        "rollout_max_response_len": rollout.max_new_tokens,
+        "rollout_temperature": rollout.temperature,
+        "n_samples_per_prompt": rollout.samples_per_prompt,
+        "reward_key": None,
+    }
+    run_info = RunInfo(label_key=label_key or "label", slime_args=slime_args, started_at=started_at)
     # An agent or rollout.generate may give the rewards itself, so missing labels are no error then.
     has_labels = label_key != "" or not is_only_source
-    if reward.functions:
-        functions = [
-            WeightedFunction(
-                name,
-                _pool(reward, run_info, f"reward.functions.{name}", each, has_labels=has_labels),
-                each.weight,
-                each.eval,
-                each.sources,
-            )
-            for name, each in reward.functions.items()
-        ]
-        return RewardScorer.from_functions(functions, shaping)
-    options = reward.options | ({"partial_credit": True} if reward.partial_credit else {})
-    one = RewardFunctionConfig(function=reward.function, signature=reward.signature, options=options)
-    return RewardScorer.from_functions(
-        [WeightedFunction("", _pool(reward, run_info, "reward", one, has_labels=has_labels))], shaping
-    )
+    tables = {f"reward.functions.{name}": (name, each) for name, each in reward.functions.items()}
+    if not tables:
+        options = reward.options | ({"partial_credit": True} if reward.partial_credit else {})
+        one = RewardFunctionConfig(function=reward.function, signature=reward.signature, options=options)
+        tables = {"reward": ("", one)}
+    functions = [
+        WeightedFunction(
+            name,
+            _pool(reward, run_info, table, each, has_labels=has_labels),
+            each.weight,
+            each.eval,
+            each.sources,
+        )
+        for table, (name, each) in tables.items()
+    ]
+    return RewardScorer.from_functions(functions, shaping)
 
 
 def _pool(
@@ -233,13 +215,3 @@ def _pool(
         one.num_workers or reward.num_workers,
         async_concurrency=one.async_concurrency or reward.async_concurrency,
     )
-
-
-def _run_info(rollout: RolloutConfig, label_key: str | None, started_at: datetime) -> RunInfo:
-    slime_args: dict[str, object] = {
-        "rollout_max_response_len": rollout.max_new_tokens,
-        "rollout_temperature": rollout.temperature,
-        "n_samples_per_prompt": rollout.samples_per_prompt,
-        "reward_key": None,
-    }
-    return RunInfo(label_key=label_key or "label", slime_args=slime_args, started_at=started_at)

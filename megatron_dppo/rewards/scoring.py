@@ -12,21 +12,21 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from types import FrameType, MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from megatron_dppo.rewards.functions import FunctionSpec, RewardFunction, load
 from megatron_dppo.rewards.item import RewardItem, error_text, read_batch, read_reward
-from megatron_dppo.rewards.signatures import call
+from megatron_dppo.rewards.signatures import RunInfo, call
 from megatron_dppo_answers.math import load_parser
 
 _T = TypeVar("_T")
 _CALL_ERROR = re.compile(r"\(\) (got an unexpected keyword argument|got multiple values|missing \d+ required|takes )")
 """Messages of Python's TypeError for arguments that do not fit a function."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that ask the trainer to stop."""
 
 
 class ScoringOutcome(NamedTuple):
@@ -71,10 +71,8 @@ class TrainerConnection:
     def receive(self) -> Sequence[RewardItem]:
         """Return the samples of the next chunk, and report that their time limit begins.
 
-        Unpickling imports what the samples refer to, torch for example. That is not the function's time.
-
-        Raises:
-            EOFError: The trainer has exited.
+        Unpickling imports what the samples refer to, torch for example. That is not the function's time. An EOFError if
+        the trainer has exited.
         """
         self._check()
         self._chunk, items = self._connection.recv()
@@ -91,10 +89,7 @@ class TrainerConnection:
 
 
 class StopSignals:
-    """Counts stop signals instead of exiting, because the trainer ends this process itself.
-
-    The trainer lets it finish its sample first.
-    """
+    """Counts stop signals, so that the process finishes its sample: the trainer ends it afterwards."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -120,10 +115,7 @@ class StopSignals:
         self._count += 1
 
     def retry_if_interrupted(self, score: Callable[[], _T], connection: TrainerConnection) -> _T:
-        """Return the result of ``score``; call it again if a signal arrived meanwhile.
-
-        The signal may have ended a program that the function had started.
-        """
+        """Return the result of ``score``; call it again if a signal may have ended a program that it had started."""
         before = self._count
         value = score()
         if self._count == before:
@@ -137,11 +129,8 @@ def run_worker(
 ) -> None:
     """Run the process until the trainer closes the connection.
 
-    Args:
-        spec: Reward function.
-        timeout: Seconds for one sample of an async function. The trainer enforces the limit of other functions.
-        connection: Connection for chunks and ``Reply``.
-        writers: Pipes that become stdout and stderr, of which the trainer passes on a limited part.
+    ``timeout`` is for one sample of an async function; the trainer enforces that of other functions. ``writers``
+    become stdout and stderr, of which the trainer passes on a limited part.
     """
     # A process that was spawned would spawn its children, too. A function expects the default of its Python.
     multiprocessing.set_start_method(None, force=True)
@@ -172,119 +161,107 @@ def score_chunks(spec: FunctionSpec, timeout: float, connection: TrainerConnecti
     connection.send(None, ScoringOutcome(0.0, {}), is_end=True)
     # One event loop for all chunks, so that a function can keep a client session.
     with asyncio.Runner() as runner:
+        scorer = _ChunkScorer(function, spec.run_info, timeout, runner, connection, stop_signals)
         while True:
             try:
                 items = connection.receive()
             except (EOFError, OSError):
                 return
-            end = _score_chunk(function, spec, items, timeout, runner, connection, stop_signals)
-            connection.send(None, ScoringOutcome(0.0, {}, end), is_end=True)
+            connection.send(None, ScoringOutcome(0.0, {}, scorer.score(items)), is_end=True)
 
 
-def _score_chunk(
-    function: RewardFunction,
-    spec: FunctionSpec,
-    items: Sequence[RewardItem],
-    timeout: float,
-    runner: asyncio.Runner,
-    connection: TrainerConnection,
-    stop_signals: StopSignals,
-) -> str:
-    """Send the outcomes, and return the error of the samples without one."""
-    if function.convention.is_batched:
+@dataclass(frozen=True)
+class _ChunkScorer:
+    """Scorer of chunks with the function of the process."""
+
+    function: RewardFunction
+    run_info: RunInfo
+    timeout: float
+    runner: asyncio.Runner
+    connection: TrainerConnection
+    stop_signals: StopSignals
+
+    def score(self, items: Sequence[RewardItem]) -> str:
+        """Send the outcomes, and return the error of the samples without one."""
+        if self.function.convention.is_batched:
+            try:
+                outcomes = self._retried(partial(self._score_batch, items))
+            except BaseException as error:
+                if len(items) > 1:
+                    return error_text(error, self.function.function)
+                outcomes = [self._failure(error)]
+            for index, outcome in enumerate(outcomes):
+                self.connection.send(index, outcome)
+        elif self.function.is_async:
+            self.runner.run(self._score_together(items))
+        else:
+            for index, item in enumerate(items):
+                self.connection.send(index, self._retried(partial(self._score_one, item)))
+        return ""
+
+    def _retried(self, score: Callable[[], _T]) -> _T:
+        return self.stop_signals.retry_if_interrupted(score, self.connection)
+
+    def _call(self, items: Sequence[RewardItem]) -> Any:
+        function = self.function
+        return call(function.convention, function.function, items, self.run_info, function.options)
+
+    def _outcome(self, value: object) -> ScoringOutcome:
         try:
-            outcomes = stop_signals.retry_if_interrupted(
-                partial(_score_batch, function, spec, items, runner), connection
-            )
+            return ScoringOutcome(*read_reward(value))
+        except TypeError as error:
+            return self._wrong_type(error)
         except BaseException as error:
+            return ScoringOutcome(0.0, {}, error_text(error, self.function.function))
+
+    def _wrong_type(self, error: TypeError) -> ScoringOutcome:
+        """Return the outcome of a value that is no reward. No line has raised, so the function itself is named."""
+        return ScoringOutcome(0.0, {}, error_text(error, self.function.function), is_wrong_type=True)
+
+    def _failure(self, error: BaseException) -> ScoringOutcome:
+        """Return the outcome of a function that raised, or that cannot be called with its convention's arguments."""
+        if isinstance(error, TypeError) and _CALL_ERROR.search(str(error)):
+            return self._wrong_type(error)
+        return ScoringOutcome(0.0, {}, error_text(error, self.function.function))
+
+    def _score_one(self, item: RewardItem) -> ScoringOutcome:
+        try:
+            value = self._call([item])
+            # A wrapper may hide that its function is async, so check the value too.
+            return self._outcome(self.runner.run(_awaited(value)) if inspect.isawaitable(value) else value)
+        except BaseException as error:  # Also SystemExit.
+            return self._failure(error)
+
+    def _score_batch(self, items: Sequence[RewardItem]) -> list[ScoringOutcome]:
+        values = self._call(items)
+        if inspect.isawaitable(values):
+            values = self.runner.run(_awaited(values))
+        try:
+            rewards = read_batch(values, len(items))
+        except TypeError as error:
             if len(items) > 1:
-                return error_text(error, function.function)
-            outcomes = [_failure(error, function)]
-        for index, outcome in enumerate(outcomes):
-            connection.send(index, outcome)
-    elif function.is_async:
-        runner.run(_score_together(function, spec, items, timeout, connection))
-    else:
-        for index, item in enumerate(items):
-            outcome = stop_signals.retry_if_interrupted(partial(_score_one, function, spec, item, runner), connection)
-            connection.send(index, outcome)
-    return ""
+                raise
+            return [self._wrong_type(error)]
+        return [self._outcome(value) for value in rewards]
 
+    async def _score_together(self, items: Sequence[RewardItem]) -> None:
+        """Score all samples concurrently, each with its own time limit, and send each outcome at once."""
 
-def _outcome(value: object, function: RewardFunction) -> ScoringOutcome:
-    try:
-        return ScoringOutcome(*read_reward(value))
-    except TypeError as error:
-        return _wrong_type(error, function)
-    except BaseException as error:
-        return ScoringOutcome(0.0, {}, error_text(error, function.function))
+        async def score(index: int, item: RewardItem) -> None:
+            limit = asyncio.timeout(self.timeout)
+            try:
+                async with limit:
+                    outcome = self._outcome(await self._call([item]))
+            except BaseException as error:
+                too_late = ScoringOutcome(0.0, {}, too_slow(self.timeout))
+                outcome = too_late if limit.expired() else self._failure(error)
+            self.connection.send(index, outcome)
 
-
-def _wrong_type(error: TypeError, function: RewardFunction) -> ScoringOutcome:
-    """Return the outcome of a value that is no reward. No line has raised, so the function itself is named."""
-    return ScoringOutcome(0.0, {}, error_text(error, function.function), is_wrong_type=True)
-
-
-def _failure(error: BaseException, function: RewardFunction) -> ScoringOutcome:
-    """Return the outcome of a function that raised, or that cannot be called with the arguments of its convention."""
-    if isinstance(error, TypeError) and _CALL_ERROR.search(str(error)):
-        return _wrong_type(error, function)
-    return ScoringOutcome(0.0, {}, error_text(error, function.function))
-
-
-def _score_one(
-    function: RewardFunction, spec: FunctionSpec, item: RewardItem, runner: asyncio.Runner
-) -> ScoringOutcome:
-    try:
-        value = call(function.convention, function.function, [item], spec.run_info, function.options)
-        # A wrapper may hide that its function is async, so check the value too.
-        return _outcome(runner.run(_awaited(value)) if inspect.isawaitable(value) else value, function)
-    except BaseException as error:  # Also SystemExit.
-        return _failure(error, function)
-
-
-def _score_batch(
-    function: RewardFunction, spec: FunctionSpec, items: Sequence[RewardItem], runner: asyncio.Runner
-) -> list[ScoringOutcome]:
-    values = call(function.convention, function.function, items, spec.run_info, function.options)
-    if inspect.isawaitable(values):
-        values = runner.run(_awaited(values))
-    try:
-        rewards = read_batch(values, len(items))
-    except TypeError as error:
-        if len(items) > 1:
-            raise
-        return [_wrong_type(error, function)]
-    return [_outcome(value, function) for value in rewards]
+        await asyncio.gather(*(score(index, item) for index, item in enumerate(items)))
 
 
 async def _awaited(value: Awaitable[object]) -> object:
     return await value
-
-
-async def _score_together(
-    function: RewardFunction,
-    spec: FunctionSpec,
-    items: Sequence[RewardItem],
-    timeout: float,
-    connection: TrainerConnection,
-) -> None:
-    """Score all samples concurrently, each with its own time limit, and send each outcome at once."""
-
-    async def score(index: int, item: RewardItem) -> None:
-        limit = asyncio.timeout(timeout)
-        try:
-            async with limit:
-                outcome = _outcome(
-                    await call(function.convention, function.function, [item], spec.run_info, function.options),
-                    function,
-                )
-        except BaseException as error:
-            too_late = ScoringOutcome(0.0, {}, too_slow(timeout))
-            outcome = too_late if limit.expired() else _failure(error, function)
-        connection.send(index, outcome)
-
-    await asyncio.gather(*(score(index, item) for index, item in enumerate(items)))
 
 
 def too_slow(timeout: float) -> str:

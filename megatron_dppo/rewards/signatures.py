@@ -68,13 +68,7 @@ def _verl(items: Sequence[RewardItem], run_info: RunInfo) -> Arguments:
 
 def _verl_batch(items: Sequence[RewardItem], run_info: RunInfo) -> Arguments:
     rows = [_verl_one(item) for item in items]
-    plural = {
-        "data_source": "data_sources",
-        "solution_str": "solution_strs",
-        "ground_truth": "ground_truths",
-        "extra_info": "extra_infos",
-    }
-    return (), {many: [row[one] for row in rows] for one, many in plural.items()}
+    return (), {f"{name}s": [row[name] for row in rows] for name in _VERL}
 
 
 def _trl(items: Sequence[RewardItem], run_info: RunInfo) -> Arguments:
@@ -101,7 +95,6 @@ class CallConvention:
     signature: str
     """Value of ``reward.signature`` that selects it."""
     template: str
-    """Its signature, for messages."""
     marker_names: frozenset[str]
     """Parameter names that identify it."""
     arguments: Callable[[Sequence[RewardItem], RunInfo], Arguments]
@@ -109,7 +102,6 @@ class CallConvention:
     keywords: frozenset[str] | None
     """Names of the keyword arguments. None passes positional arguments."""
     is_batched: bool = False
-    """True if one call scores several samples."""
     passes_columns: bool = False
     """True if any other parameter name is a column of the data."""
 
@@ -149,7 +141,6 @@ CONVENTIONS = (
     ),
     CallConvention("trl", "f(prompts, completions, **columns)", _TRL, _trl, _TRL, is_batched=True, passes_columns=True),
 )
-"""Known conventions."""
 
 
 def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
@@ -168,19 +159,7 @@ def recognize_signature(
     options: Mapping[str, object] | None = None,
     table: str = "reward",
 ) -> CallConvention:
-    """Return the convention of a function by ``reward.signature``, or for ``auto`` by its parameters' names.
-
-    Args:
-        name: Name of the function, for messages.
-        function: Reward function.
-        signature: ``reward.signature``.
-        options: Keyword arguments in addition to those of the convention.
-        table: Table of the configuration that names the function.
-
-    Raises:
-        RewardError: No convention or several match, or the function needs an argument that neither convention nor
-            options provide.
-    """
+    """Return the convention of a function by ``reward.signature``, or for ``auto`` by its parameters' names."""
     setting = f"{table}.function = {name!r}"
     try:
         parameters = _parameters(function)
@@ -209,18 +188,19 @@ def recognize_signature(
             f"{setting} with the parameters {sorted(names)} matches none of the known signatures "
             f"({known}). Rename its parameters, or set {table}.signature"
         )
-    _check_options(matching[0], setting, table, parameters, options or {})
-    _check_callable_as(matching[0], setting, table, function, parameters, options or {})
+    _check_call(matching[0], setting, table, function, parameters, options or {})
     return matching[0]
 
 
-def _check_options(
+def _check_call(
     convention: CallConvention,
     setting: str,
     table: str,
+    function: Callable[..., object],
     parameters: Sequence[inspect.Parameter],
     options: Mapping[str, object],
 ) -> None:
+    """Check that the function accepts the options, and that convention and options are all that it needs."""
     by_name = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     if convention.keywords is None:
         # The first two parameters get the sample, by position.
@@ -237,16 +217,6 @@ def _check_options(
                 f"{table}.options has {option!r}, which {setting} does not accept; it accepts: "
                 f"{', '.join(sorted(by_name)) or 'none'}"
             )
-
-
-def _check_callable_as(
-    convention: CallConvention,
-    setting: str,
-    table: str,
-    function: Callable[..., object],
-    parameters: Sequence[inspect.Parameter],
-    options: Mapping[str, object],
-) -> None:
     # Positional conventions: let Python itself check the call.
     if convention.keywords is None:
         try:
@@ -275,13 +245,7 @@ def call(
     run_info: RunInfo,
     options: Mapping[str, object] | None = None,
 ) -> Any:
-    """Call the function and return its result, which is awaitable for an async one.
-
-    A convention that is not batched gets one item.
-
-    Raises:
-        ValueError: An option has the name of a data column that the function also receives.
-    """
+    """Call the function with one item, or with several if it is batched; the result of an async one is awaitable."""
     positional, named = convention.arguments(items, run_info)
     parameters = _parameters(function)
     if not any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters):

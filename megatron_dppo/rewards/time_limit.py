@@ -11,12 +11,7 @@ _CHECK_SECONDS = 0.1
 
 
 class TimeLimit:
-    """Limit on the wall time of a process, less the time in which it waited for a CPU.
-
-    Args:
-        pid: Process whose main thread is limited. The limit begins now.
-        seconds: The limit.
-    """
+    """Limit on the wall time of a process's main thread from now on, less the time in which it waited for a CPU."""
 
     def __init__(self, pid: int, seconds: float) -> None:
         self._pid = pid
@@ -48,7 +43,6 @@ class CpuUse(NamedTuple):
     """CPU use of a process's main thread since its start."""
 
     ran: float = 0.0
-    """Seconds on a CPU."""
     waited: float = 0.0
     """Seconds of completed waits for a CPU."""
     is_runnable: bool = False

@@ -34,7 +34,6 @@ class SampleChunk:
     number: int
     indices: list[int]
     outcomes: dict[int, ScoringOutcome] = field(default_factory=dict)
-    """Outcomes by index."""
     error: str = ""
     """Reason why samples have no outcome."""
 
@@ -45,13 +44,7 @@ class SampleChunk:
 
 
 class Worker:
-    """A worker process. It starts with the first sample, and again after it was killed.
-
-    Args:
-        spec: Reward function.
-        timeout_seconds: Time limit for one sample, or for one call of a batch function.
-        concurrent: True if the function scores the samples of a chunk concurrently (it is async).
-    """
+    """A worker process. It starts with the first sample, and again after it was killed."""
 
     def __init__(self, spec: FunctionSpec, timeout_seconds: float, *, concurrent: bool) -> None:
         self._spec = spec

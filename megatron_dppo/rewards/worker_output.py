@@ -17,12 +17,9 @@ _STREAMS = (1, 2)
 
 
 class WorkerOutput:
-    """Reader of what one process and its children print.
+    """Reader of what one process and its children print, from the reading ends of its stdout and stderr.
 
     A function that prints megabytes for each sample would fill the disk with the log of a run.
-
-    Args:
-        readers: Reading ends of the process's stdout and stderr. They are closed when nobody can write any more.
     """
 
     def __init__(self, readers: tuple[Connection, Connection]) -> None:

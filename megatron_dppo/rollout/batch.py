@@ -13,11 +13,7 @@ from megatron_dppo.types.token_columns import TOKEN_COLUMNS
 
 
 class PolicyAges:
-    """Step at which each recent policy version was published, to compute the age of tokens.
-
-    Args:
-        oldest: Maximum age of a token in steps.
-    """
+    """Step at which each recent policy version was published, to compute the age of tokens."""
 
     def __init__(self, oldest: int) -> None:
         self._oldest = oldest
@@ -31,12 +27,7 @@ class PolicyAges:
         self._step_by_version = {v: s for v, s in self._step_by_version.items() if s >= step - self._oldest}
 
     def count_tokens_by_age(self, group: RolloutGroup) -> dict[int, int]:
-        """Return the number of a group's tokens by their age in this step.
-
-        Raises:
-            RuntimeError: A version is too old to train on, or was never published. Engines reject such responses, so
-                it is a bug of the scheduler or of an engine.
-        """
+        """Return the number of a group's tokens by their age in this step."""
         tokens: dict[int, int] = {}
         for version, count in count_tokens_by_version(group).items():
             # A skipped update keeps the version, so ``begin_step`` renews its step: unchanged weights do not age.
@@ -109,15 +100,7 @@ def select_rollouts(
     canceled: int,
     parts: Sequence[str] = (),
 ) -> CollectedRollouts:
-    """Select the groups that a step trains on.
-
-    Args:
-        sampled: Complete groups in the order of their prompts.
-        count: Number of groups that the step needs.
-        ages: Ages in this step.
-        canceled: Number of groups that were canceled for good.
-        parts: See ``has_signal``.
-    """
+    """Select the groups that a step trains on."""
     signals = [has_signal(group, parts) for group in sampled]
     selected = select_indices(signals, count)
     groups = [sampled[i] for i in selected]
@@ -137,12 +120,7 @@ def select_rollouts(
 
 
 def with_greedy(collected: CollectedRollouts, greedy: Sequence[RolloutGroup]) -> CollectedRollouts:
-    """Return the rollouts with the greedy response of each group.
-
-    Args:
-        collected: Rollouts of a step.
-        greedy: One group of one response for each of their groups, in the same order.
-    """
+    """Return the rollouts with the greedy responses; ``greedy`` has one group of one response for each group."""
     responses = [
         GreedyResponse(
             reward=rollout.reward, reward_failed=rollout.reward_failed, num_tokens=len(rollout.completion.token_ids)
@@ -157,11 +135,7 @@ def with_greedy(collected: CollectedRollouts, greedy: Sequence[RolloutGroup]) ->
 def has_signal(group: RolloutGroup, parts: Sequence[str] = ()) -> bool:
     """Return True if the scored samples of a group, or those of one agent, have different rewards.
 
-    Only then they have non-zero advantages.
-
-    Args:
-        group: Scored group.
-        parts: Parts of the reward that have advantages of their own (GDPO). Empty: their sum has.
+    Only then they have non-zero advantages. With ``parts`` (GDPO) each of these parts of a reward has its own.
     """
     scored = [rollout for rollout in group.rollouts if not rollout.reward_failed]
     rewards_by_agent: dict[str, set[float]] = {}
@@ -177,15 +151,7 @@ def has_signal(group: RolloutGroup, parts: Sequence[str] = ()) -> bool:
 
 
 def select_indices(signals: Sequence[bool], count: int) -> list[int]:
-    """Select the first ``count`` groups with signal, filled up with the last ones without.
-
-    Args:
-        signals: True for each group with signal.
-        count: Number of groups to select.
-
-    Returns:
-        Indices in increasing order.
-    """
+    """Return the indices of the first ``count`` groups with signal, filled up with the last ones without, in order."""
     with_signal = [i for i, signal in enumerate(signals) if signal][:count]
     without_signal = [i for i, signal in enumerate(signals) if not signal]
     # From ``len - n`` and not ``-n``: for n = 0 the slice must be empty.

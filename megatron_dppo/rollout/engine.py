@@ -44,14 +44,9 @@ class RolloutEngine(Protocol):
         """Sample groups until ``enough`` of them are complete, and cancel the others; a few more may be complete.
 
         May return before the groups are complete, and may be called from any thread. A future holds an exception where
-        sampling failed.
-
-        Args:
-            groups: Groups whose keys are not in flight.
-            params: Sampling of the new tokens. Each response has its own random numbers: they depend on
-                ``params.seed``, on its index in this call, and on how often it was continued.
-            enough: Number of complete groups that are wanted; ``len(groups)`` waits for all.
-            keep: Keys of groups whose tokens are held when they are canceled.
+        sampling failed. No key is in flight; the tokens of canceled groups are held for keys in ``keep``. Each response
+        has its own random numbers: they depend on ``params.seed``, on its index in this call, and on how often it was
+        continued.
         """
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:

@@ -53,14 +53,9 @@ class Submission:
     """Scored groups. None on ranks that receive their rollouts from another rank."""
 
     def wait(self, clock: Clock, part: str) -> list[RolloutGroup | None]:
-        """Wait for the groups and return them.
+        """Wait for the groups and return them, or raise the exception that sampling or scoring raised.
 
-        Args:
-            clock: Clock that measures the wait.
-            part: Part of the clock that counts the wait for the engine; the wait for scores counts as ``reward``.
-
-        Raises:
-            Exception: The exception that sampling or scoring raised.
+        The wait for the engine counts as ``part`` of the clock, the wait for scores as ``reward``.
         """
         assert self.scored is not None
         with clock.part(part):
@@ -160,17 +155,8 @@ def score_completions(
 ) -> list[RolloutGroup]:
     """Return the scored group of each prompt.
 
-    A completion that has a reward keeps it: the reward function and its shaping apply to the others only.
-
-    Args:
-        scorer: Reward of the run.
-        prompts: One prompt per group.
-        completions: The same number for each prompt, siblings side by side.
-        is_batch: See ``RewardScorer.score``.
-        on_failure: Called with the failed results and the number of all results, if any failed.
-
-    Raises:
-        RewardError: See ``RewardScorer.score``.
+    Every prompt has the same number of completions, siblings side by side. One that has a reward keeps it, unshaped.
+    ``on_failure`` is called with the failed results and the number of all results.
     """
     # A collective engine is called without prompts, too.
     siblings = len(completions) // max(1, len(prompts))

@@ -23,7 +23,6 @@ class RepeatSums(Sums):
     repeats: float = 0.0
     """Number of responses that equal an earlier sibling."""
     expected: float = 0.0
-    """Expectation of ``repeats``."""
 
 
 def repeat_sums(groups: Iterable[RolloutGroup]) -> dict[str, RepeatSums]:

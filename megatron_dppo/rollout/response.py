@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,6 @@ from megatron_dppo.types.token_columns import (
     Alignment,
     TokenColumn,
     TokenRows,
-    requested_columns,
 )
 from megatron_dppo_engines.route_checks import missing_rows
 from megatron_dppo_engines.server import GenerateRequest, Generation
@@ -59,33 +58,28 @@ class PartialResponse(ResponseColumns):
     """Further sequences of an agent's episode, in the order in which they began."""
 
 
+@dataclass(eq=False)
 class GrowingColumn:
-    """One column of a response that grows in parts. Parts are joined on access; none is ever changed.
+    """One column of a response that grows in parts. Parts are joined on access; none is ever changed."""
 
-    Args:
-        column: Declaration of the column.
-        empty: No rows, with the dtype and row shape of the column.
-        prompt_tokens: P, for columns that include the prompt.
-    """
-
-    def __init__(self, column: TokenColumn, empty: TokenRows, prompt_tokens: int) -> None:
-        self.column = column
-        self._empty = empty
-        self._prompt_tokens = prompt_tokens
-        self._parts: list[TokenRows] = []
+    column: TokenColumn
+    empty: TokenRows
+    """No rows, but dtype and row shape of the column."""
+    prompt_tokens: int
+    _parts: list[TokenRows] = field(default_factory=list, init=False)
 
     @property
     def rows(self) -> TokenRows:
         """All rows so far."""
         if not self._parts:
-            return self._empty
+            return self.empty
         # Joined on access only: a response of many turns would otherwise copy all of its rows at each turn.
         self._parts = [self.column.join(self._parts)]
         return self._parts[0]
 
     def fits(self, rows: TokenRows | None) -> bool:
         """Return True if ``rows`` can be appended."""
-        return rows is not None and self.column.form(rows) == self.column.form(self._empty)
+        return rows is not None and self.column.form(rows) == self.column.form(self.empty)
 
     @property
     def tensor(self) -> Tensor:
@@ -96,16 +90,12 @@ class GrowingColumn:
 
     def fresh(self) -> GrowingColumn:
         """Return an empty column of the same form."""
-        return GrowingColumn(self.column, self._empty, self._prompt_tokens)
+        return GrowingColumn(self.column, self.empty, self.prompt_tokens)
 
     def append(self, rows: TokenRows) -> None:
-        """Append the rows of new tokens.
-
-        Raises:
-            ValueError: If dtype or row shape differ from the column.
-        """
+        """Append the rows of new tokens."""
         if not self.fits(rows):
-            expected = self.column.form(self._empty)
+            expected = self.column.form(self.empty)
             raise ValueError(f"Expected {self.column.title} of form {expected}, got {self.column.form(rows)}.")
         self._parts.append(rows)
 
@@ -120,24 +110,19 @@ class GrowingColumn:
         Columns of the model's inputs get these rows with the next sampled tokens, when the model reads them.
         """
         if self.column.alignment != Alignment.INPUTS:
-            self._parts.append(self.column.filled(count, self._empty))
+            self._parts.append(self.column.filled(count, self.empty))
 
     def cut(self, response_tokens: int) -> None:
         """Remove all rows after the first tokens of the response."""
         # ``num_rows`` excludes the last remaining token of an input column: the model has not read it yet.
-        self._parts = [self.rows[: self.column.num_rows(self._prompt_tokens, response_tokens)]]
+        self._parts = [self.rows[: self.column.num_rows(self.prompt_tokens, response_tokens)]]
 
     def complete(self, response_tokens: int) -> TokenRows:
         """Return the rows of a finished response, with fill for unread tokens at its end."""
-        missing = self.column.num_rows(self._prompt_tokens, response_tokens) - len(self.rows)
+        missing = self.column.num_rows(self.prompt_tokens, response_tokens) - len(self.rows)
         if missing <= 0:
             return self.rows
-        return self.column.join([self.rows, self.column.filled(missing, self._empty)])
-
-
-def cut_spans(spans: Sequence[VersionSpan], length: int) -> list[VersionSpan]:
-    """Return the spans of the first ``length`` tokens."""
-    return [span._replace(end=min(span.end, length)) for span in spans if span.start < length]
+        return self.column.join([self.rows, self.column.filled(missing, self.empty)])
 
 
 def append_span(spans: list[VersionSpan], span: VersionSpan) -> None:
@@ -150,23 +135,13 @@ def append_span(spans: list[VersionSpan], span: VersionSpan) -> None:
 
 
 class GrowingResponse:
-    """The response to one prompt as far as it is known. Appended tokens never change.
-
-    Args:
-        prompt: Token ids of the prompt. Shape [P].
-        topk: Number of recorded Top-K entries; 0 records none.
-        routing: Shape of the recorded routes; None records none.
-        sampling_mask: Record the token ids that the sampling filters allowed.
-        columns: Shapes of further recorded columns, see ``types.token_columns.requested_columns``.
-    """
+    """The response to one prompt so far; appended tokens never change. ``columns``: shapes of recorded columns."""
 
     def __init__(
         self,
         prompt: Sequence[int],
         *,
-        topk: int = 0,
         routing: RoutingShape | None = None,
-        sampling_mask: bool = False,
         columns: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.prompt = tuple(prompt)
@@ -176,10 +151,7 @@ class GrowingResponse:
         self._spans: list[VersionSpan] = []
         self._logprobs = GrowingColumn(LOGPROBS, LOGPROBS.empty(()), len(self.prompt))
         self._sampled = GrowingColumn(SAMPLED, SAMPLED.empty(()), len(self.prompt))
-        shapes = dict(columns or {})
-        if topk or sampling_mask:
-            recorded = SamplingParams(max_new_tokens=0, topk_logprobs=topk, return_sampling_mask=sampling_mask)
-            shapes = {**requested_columns(recorded), **shapes}
+        shapes = columns or {}
         self._optional = {
             c.response: GrowingColumn(c, c.empty(shapes[c.response]), len(self.prompt))
             for c in TOKEN_COLUMNS
@@ -230,11 +202,7 @@ class GrowingResponse:
         )
 
     def restore(self, state: PartialResponse) -> None:
-        """Continue from a snapshot of a response to the same prompt.
-
-        Raises:
-            ValueError: The snapshot lacks a column that is recorded here, or has it in another shape.
-        """
+        """Continue from a snapshot of a response to the same prompt."""
         columns = {name: getattr(state, name) for name in self._optional}
         missing = [column.column.title for name, column in self._optional.items() if not column.fits(columns[name])]
         # A snapshot without tokens may come from a request that recorded other columns: nothing is lost.
@@ -262,7 +230,7 @@ class GrowingResponse:
         if length >= len(self.tokens):
             return
         del self.tokens[length:]
-        self._spans = cut_spans(self._spans, length)
+        self._spans = [span._replace(end=min(span.end, length)) for span in self._spans if span.start < length]
         for column in self._columns():
             column.cut(length)
         self.turn_ends = [(end, reason) for end, reason in self.turn_ends if end <= length]
@@ -304,15 +272,10 @@ class GrowingResponse:
         *,
         prompt_routes: bool = True,
     ) -> GenerateRequest:
-        """Return the request that continues this response.
+        """Return the request that continues this response, with at most ``limit`` new tokens.
 
-        Args:
-            request_id: Identifier of the request.
-            params: Parameters of the response; ``seed`` is the seed of this request.
-            stop_token_ids: End tokens in addition to the server's own.
-            limit: Maximum number of new tokens.
-            prompt_routes: Request the routes of the prompt's tokens if none are known. Those of its last token are
-                always requested: the model reads it anew for each response.
+        Without ``prompt_routes`` the routes of the prompt's tokens are not requested, but for its last one: the model
+        reads that anew for each response.
         """
         num_routes = self._num_routes()
         return GenerateRequest(
@@ -325,11 +288,7 @@ class GrowingResponse:
         )
 
     def append_sampled(self, generation: Generation) -> None:
-        """Append a server's response to ``next_request``.
-
-        Raises:
-            ValueError: The generation lacks the Top-K, the routes or the sampling masks of its tokens.
-        """
+        """Append a server's response to ``next_request``."""
         count = len(generation.token_ids)
         # Counted without a token too, because the seed of the next request depends on it.
         self.parts += 1
@@ -359,11 +318,7 @@ class GrowingResponse:
             column.append_fill(len(token_ids))
 
     def completion(self, reason: FinishReason, tokenizer: Tokenizer) -> Completion:
-        """Return the response as a completion.
-
-        Raises:
-            ValueError: None of its tokens was sampled.
-        """
+        """Return the response as a completion."""
         if not self._spans:
             raise ValueError(f"a response of {len(self.tokens)} tokens, none of them sampled")
         optional: dict[str, Any] = {name: c.complete(len(self.tokens)) for name, c in self._optional.items()}

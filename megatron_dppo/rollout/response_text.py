@@ -19,10 +19,6 @@ def decode_response(tokenizer: Any, token_ids: Sequence[int]) -> str:
 
     The model's chat template says in which format it is. Channels become thoughts between tags and the answer behind
     them. Other special tokens leave the text.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        token_ids: Tokens of the response.
     """
     response_format = choose_format(getattr(tokenizer, "chat_template", None))
     return response_format.answer_text(decode_tokens(tokenizer, token_ids, response_format.text_tokens))
@@ -33,11 +29,6 @@ def decode_tokens(tokenizer: Any, token_ids: Sequence[int], text_tokens: frozens
 
     Tags of thoughts and tool calls stay, although some tokenizers list them as special tokens: without them a reward
     would take the thought for the answer.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        token_ids: The tokens.
-        text_tokens: Further special tokens that stay.
     """
     dropped, tags = _split_special_ids(tokenizer, text_tokens)
     if tags.isdisjoint(token_ids):

@@ -8,9 +8,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config.data import DataConfig
-from megatron_dppo.config.reward import RewardConfig
-from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
+from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.config.section import Section
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.rollout.pending import PromptSlot
@@ -125,23 +123,9 @@ def describe_incompatibility(
     state: SchedulerState,
     saved_config: Mapping[str, Any],
     train: TrainConfig,
-    *,
-    data: DataConfig,
-    rollout: RolloutConfig,
-    agent: AgentConfig,
-    reward: RewardConfig,
+    sections: Mapping[str, Section],
 ) -> str:
-    """Return why this run cannot train on the groups of a checkpoint, or an empty string if it can.
-
-    Args:
-        state: Scheduler state of the checkpoint.
-        saved_config: Configuration of the run that wrote it, as JSON.
-        train: Staleness and routes of this run.
-        data: Section of this run, which must equal the saved one, like the next three.
-        rollout: Section of this run.
-        agent: Section of this run.
-        reward: Section of this run.
-    """
+    """Return why this run, with these ``sections``, cannot train on the groups of a checkpoint; empty if it can."""
     submissions = [each for submissions in state.submissions for each in submissions]
     if any(each.step - each.sampled_at > train.max_staleness for each in submissions):
         return f"they are older than train.max_staleness = {train.max_staleness} allows"
@@ -152,10 +136,9 @@ def describe_incompatibility(
     if train.needs_engine_routing and saved_train.get("router_replay_weights", False) != weights:
         words = "without the weights that it needs" if weights else "with weights that it does not use"
         return f"train.router_replay_weights has changed: they were sampled {words}"
-    current: dict[str, Section] = {"data": data, "rollout": rollout, "agent": agent, "reward": reward}
     # Checkpoints from before [agent] existed lack the section.
     saved = {"agent": AgentConfig().model_dump(mode="json"), **saved_config}
-    changed = [name for name, section in current.items() if saved[name] != section.model_dump(mode="json")]
+    changed = [name for name, section in sections.items() if saved[name] != section.model_dump(mode="json")]
     return f"the section [{changed[0]}] has changed" if changed else ""
 
 
@@ -168,13 +151,7 @@ def save_rollouts(groups: Sequence[StoredRollouts], dp_rank: int, checkpoint: Pa
 def load_rollouts(
     state: SchedulerState, dp: int, dp_rank: int, checkpoint: Path, prompt_at: Callable[[int], Prompt]
 ) -> dict[int, StoredRollouts]:
-    """Return the stored rollouts by position.
-
-    With the data-parallel size of the checkpoint, these are the rollouts of ``dp_rank``, otherwise those of all ranks.
-
-    Raises:
-        CheckpointError: A file is missing or damaged, or the data set has changed.
-    """
+    """Return the stored rollouts by position: of ``dp_rank``, or of all ranks if the data-parallel size differs."""
     saved_ranks = [dp_rank] if dp == state.dp else range(state.dp)
     rollouts: dict[int, StoredRollouts] = {}
     for rank in saved_ranks:

@@ -39,21 +39,8 @@ if TYPE_CHECKING:
 class RolloutScheduler:
     """Submits prompts, has them sampled and scored, and returns the groups of each step.
 
-    Args:
-        rollout: Configuration of the rollouts.
-        params: See ``RequestScheduler``.
-        prompts: Prompt stream of the run.
-        groups: Process groups of this rank.
-        dp_rank: Data-parallel rank.
-        dp: Data-parallel size.
-        engine: None on ranks that receive their rollouts from the leader of their model-parallel group.
-        scorer: Reward of the run.
-        num_steps: Number of steps of the run; nothing is sampled for later ones.
-        max_staleness: Maximum age of the weights in rollout steps.
-        rank_columns: Columns that each rank of this replica reads.
-        leads: See ``RequestScheduler``.
-        reward_parts: Parts of a reward that decide whether a group has a signal, see ``has_signal``.
-        greedy: Sampling of one more, greedy response for each group that a step takes. None samples none.
+    Ranks that receive their rollouts from the leader of their model-parallel group have no engine. Nothing is sampled
+    for steps from ``num_steps`` on. ``greedy`` samples one more response for each group that a step takes.
     """
 
     def __init__(
@@ -174,13 +161,7 @@ class RolloutScheduler:
         return [group for group in groups if group is not None]
 
     def wait_before_update(self, clock: Clock) -> None:
-        """Wait until the engine may receive new weights.
-
-        Returns at once if requests continue with the new weights, and otherwise when nothing is in flight.
-
-        Raises:
-            Exception: The exception that sampling or scoring raised in the background.
-        """
+        """Wait until nothing is in flight and the engine may get new weights; not at all if requests survive that."""
         if self._survives_updates:
             return
         for submission in self._submissions:
@@ -217,12 +198,7 @@ class RolloutScheduler:
         return [StoredRollouts(position, self._prompts[position], content) for position, content in contents.items()]
 
     def restore(self, state: SchedulerState, contents: Mapping[int, StoredRollouts]) -> None:
-        """Continue from a checkpoint, before the first step.
-
-        Args:
-            state: State for the data-parallel size of this run.
-            contents: Stored rollouts by position; empty on ranks without an engine.
-        """
+        """Continue from a checkpoint, before the first step."""
         self.cursor = state.cursor
         self._next_step = state.next_step
         self._waiting = [list(slots) for slots in state.waiting]
@@ -289,9 +265,8 @@ class RolloutScheduler:
     def _take_single_groups(self, step: int, clock: Clock) -> list[RolloutGroup]:
         """Return the groups that are due and as many later ones as the step lacks; submit replacements for those.
 
-        Due are the groups of this step; with the order ``completed``, the remaining groups of the step before. The
-        later ones come in the order of the stream, or of completion. So each group is trained on in its step, or one
-        later.
+        Due are the groups of this step; with the order ``completed``, the remaining groups of the step before. So each
+        group is trained on in its step, or one later.
         """
         # Which groups are scored by now is a matter of timing, so one rank of the replica decides for all.
         positions = broadcast_object(lambda: self._wait_for_positions(step, clock), self._groups.replica)

@@ -14,7 +14,6 @@ class StopMatch(NamedTuple):
     """The first stop string in a response."""
 
     text: str
-    """The stop string."""
     start: int
     """Index of its first character in the text of the response."""
     num_tokens: int

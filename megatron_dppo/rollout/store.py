@@ -51,18 +51,13 @@ class StoredRollouts(NamedTuple):
     """A prompt of the stream and everything that was sampled for it."""
 
     position: int
-    """Index in the prompt stream."""
     prompt: Prompt
     content: RolloutGroup | GroupState | None
     """Scored group, or the responses of an incomplete one. None: nothing was sampled."""
 
 
 def save_groups(path: Path, groups: Sequence[StoredRollouts]) -> None:
-    """Write groups with every field of every class, except for the prompts.
-
-    Raises:
-        TypeError: A field has a type that cannot be saved.
-    """
+    """Write groups with every field of every class, except for the prompts."""
     tensors: dict[str, Tensor] = {}
     tree = [
         {
@@ -80,15 +75,7 @@ def save_groups(path: Path, groups: Sequence[StoredRollouts]) -> None:
 
 
 def load_groups(path: Path, prompt_at: Callable[[int], Prompt]) -> list[StoredRollouts]:
-    """Read what ``save_groups`` wrote.
-
-    Args:
-        path: File to read.
-        prompt_at: Returns the prompt at a position of the stream.
-
-    Raises:
-        CheckpointError: The file is missing or damaged, or the prompts have changed.
-    """
+    """Read what ``save_groups`` wrote."""
     try:
         tensors = load_file(path)
         tree = json.loads(tensors[_TREE].numpy().tobytes())

@@ -54,18 +54,10 @@ class Turn:
     finish_reason: FinishReason
     """Reason of the end. ``length``: the limit of this turn or ``rollout.max_new_tokens`` is reached."""
     stop_match: StopMatch | None = None
-    """Stop string that ended it; None for another end."""
 
 
 class ResponseBranch:
-    """One sequence of tokens. The response of an agent may have several, other responses have one.
-
-    Args:
-        response: Tokens of the sequence; recorded ones are replayed.
-        params: Sampling parameters; ``max_new_tokens`` limits the sequence, added tokens included.
-        tokenizer: Tokenizer of the model.
-        sample: Function that extends the sequence.
-    """
+    """One sequence of tokens: of an agent's response one of several. Added tokens count to ``max_new_tokens``, too."""
 
     def __init__(
         self, response: GrowingResponse, params: SamplingParams, tokenizer: Tokenizer, sample: SampleTokens
@@ -94,13 +86,7 @@ class ResponseBranch:
         stop_token_ids: Sequence[int] = (),
         stop_strings: StopStrings | None = None,
     ) -> Turn:
-        """See ``Turns.sample``.
-
-        Args:
-            max_new_tokens: Limit of this turn.
-            stop_token_ids: Tokens that end it.
-            stop_strings: Texts that end it. The tokens of the first one stay in the sequence.
-        """
+        """See ``Turns.sample``."""
         limit = self.tokens_left if max_new_tokens is None else min(max_new_tokens, self.tokens_left)
         start = self.position
         match = None
@@ -181,25 +167,13 @@ class ResponseBranch:
         self.response.truncate(start)
 
     def completion(self) -> Completion:
-        """Return the sequence as a completion, without recorded tokens that were not replayed.
-
-        Raises:
-            ValueError: Nothing was sampled.
-        """
+        """Return the sequence as a completion, without recorded tokens that were not replayed."""
         self.response.truncate(self.position)
         return self.response.completion(self.finish_reason, self._tokenizer)
 
 
 class Turns:
-    """One response in progress, as a user function sees it.
-
-    Args:
-        prompt: Prompt of the response.
-        response: Tokens of the response; recorded ones are replayed.
-        params: Sampling parameters; ``max_new_tokens`` limits the whole response, added tokens included.
-        tokenizer: Tokenizer of the model.
-        sample: Function that extends the response.
-    """
+    """One response in progress, as a user function sees it. Added tokens count to ``max_new_tokens``, too."""
 
     def __init__(
         self,
@@ -233,10 +207,7 @@ class Turns:
     async def sample(self, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
         """Sample until an end token, a token of ``stop_token_ids`` (it stays in the response), or the limit.
 
-        Returns an empty turn with ``length`` if no token is left.
-
-        Raises:
-            ServerError: No server responded.
+        An empty turn with ``length`` if no token is left; a ServerError if no server responded.
         """
         return await self._branch.sample(max_new_tokens, stop_token_ids)
 
@@ -275,11 +246,7 @@ class Turns:
         return ResponseBranch(response, self.params, self.tokenizer, self._sample)
 
     def finish(self, reward: float | None = None, **fields: Any) -> Completion:
-        """Return the response.
-
-        Args:
-            reward: Reward of the response. None: the reward function is called.
-            fields: Other fields of ``Completion``.
+        """Return the response, with other fields of ``Completion``. Without a reward the reward function is called.
 
         Raises:
             ValueError, TypeError: Nothing was sampled, or the reward is no finite float32.
@@ -294,22 +261,14 @@ class Turns:
 
 
 def check_reward(value: object) -> float:
-    """Return a reward as a float.
-
-    Raises:
-        ValueError, TypeError: It is no number, or not finite in float32, in which advantages are computed.
-    """
+    """Return a reward as a float, which must be finite in float32, in which advantages are computed."""
     if isinstance(value, Mapping):
         raise TypeError(f"the reward must be a number, got {short_repr(value)}")
     return read_reward(value)[0]
 
 
 def load_generate(name: str) -> GenerateFunction:
-    """Return the function that ``rollout.generate`` names.
-
-    Raises:
-        GenerateError: The function cannot be imported, is not ``async def``, or does not take two arguments.
-    """
+    """Return the function that ``rollout.generate`` names."""
     try:
         function = load_function(name, "rollout.generate")
     except FunctionError as error:
@@ -325,25 +284,44 @@ def load_generate(name: str) -> GenerateFunction:
     return function
 
 
-async def call_generate(function: GenerateFunction, turns: Turns) -> Completion:
-    """Run a user function.
+async def run_user_function(
+    function: GenerateFunction,
+    prompt: Prompt,
+    response: GrowingResponse,
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    sample_tokens: SampleTokens,
+) -> Completion | None:
+    """Run a user function; ``sample_tokens`` samples its turns. None if one of them was canceled.
 
-    Raises:
-        GenerateError: It raised an exception, or did not return ``turns.finish()``.
-        ServerError: No server responded.
+    A GenerateError if it raised an exception, or did not return ``turns.finish()``.
     """
+    was_canceled = False
+
+    async def sample_turn(
+        sequence: GrowingResponse, limit: int, stop_token_ids: tuple[int, ...]
+    ) -> FinishReason | None:
+        nonlocal was_canceled
+        reason = await sample_tokens(sequence, limit, stop_token_ids)
+        was_canceled = was_canceled or reason is None
+        return reason
+
+    turns = Turns(prompt, response, params, tokenizer, sample_turn)
     name = f"rollout.generate: {getattr(function, '__name__', function)}"
     try:
-        result = await function(turns.prompt, turns)
+        result = await function(prompt, turns)
+    except TurnsStopped:
+        return None
     # Errors of this package already say what to do.
     except UserError:
         raise
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise GenerateError(
-            f"{name} failed on prompt {turns.prompt.prompt_id}: {type(error).__name__}: {error} "
+            f"{name} failed on prompt {prompt.prompt_id}: {type(error).__name__}: {error} "
             f"({frame.filename}, line {frame.lineno})"
         ) from error
     if result is not turns.completion or result is None:
         raise GenerateError(f"{name} returned {result!r:.200}; expected the result of turns.finish()")
-    return result
+    # A function that catches every exception may return a completion of a response that was canceled.
+    return None if was_canceled else result

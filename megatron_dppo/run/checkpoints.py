@@ -45,7 +45,6 @@ class RunState:
     """Counters of a run, stored in a checkpoint beside the policy and the rollouts."""
 
     step: int = 0
-    """Rollout steps done."""
     skipped_in_a_row: int = 0
     """Updates that were skipped since the last applied one, because their gradient was not finite."""
     best: tuple[float, int] | None = None
@@ -72,59 +71,43 @@ class RunState:
         return accuracy is not None and self.best is not None and self.best[0] >= accuracy
 
 
+@dataclass(kw_only=True)
 class Checkpoints:
-    """Saves and restores a run. Every method but ``is_due`` and ``tidy`` is a collective of all ranks.
+    """Saves and restores a run. Every method but ``is_due`` and ``tidy`` is a collective of all ranks."""
 
-    Attributes:
-        timer: Decides about saves by time, and measures all saves.
-        save_seconds: Seconds from the start of the last save until it was complete. None before the first.
+    config: Config
+    inputs: Inputs
+    trainer: PolicyTrainer
+    stream: RolloutScheduler
+    """Source of the rollouts; those that were not trained on are saved."""
+    has_engine: bool
+    """True on the rank that writes the rollouts of its data-parallel rank."""
+    background: dist.ProcessGroup | None
+    """Group of all ranks over the CPU, for saves in the background. None if there are none."""
+    say: Callable[[str], None]
+    # Of the files as they are at the start, like the functions in memory. Rank 0 writes them to state.json.
+    contents: Contents
+    served: ServedModels
+    save_seconds: float | None = None
+    """Seconds from the start of the last save until it was complete. None before the first."""
+    timer: SaveTimer = field(init=False)
+    """Decides about saves by time, and measures all saves."""
+    _saving: CheckpointSave | None = None
+    _save_began: float = 0.0
 
-    Args:
-        config: Configuration of the run.
-        inputs: Data and model of the run.
-        trainer: Policy of this rank.
-        stream: Source of the rollouts; those that were not trained on are saved.
-        has_engine: True on the rank that writes the rollouts of its data-parallel rank.
-        background: Process group of all ranks over the CPU, for saves in the background. None if there are none.
-        say: Prints a line on rank 0.
-        contents: Files of the configuration at this start. Empty on ranks other than 0.
-        served: Models behind its URLs, likewise.
-    """
+    def __post_init__(self) -> None:
+        self.timer = SaveTimer(self.config.checkpoint.save_every_minutes)
 
-    def __init__(
-        self,
-        config: Config,
-        inputs: Inputs,
-        trainer: PolicyTrainer,
-        stream: RolloutScheduler,
-        *,
-        has_engine: bool,
-        background: dist.ProcessGroup | None,
-        say: Callable[[str], None],
-        contents: Contents,
-        served: ServedModels,
-    ) -> None:
-        self._config = config
-        self._inputs = inputs
-        self._trainer = trainer
-        self._stream = stream
-        self._has_engine = has_engine
-        self._background = background
-        self._say = say
-        self._saving: CheckpointSave | None = None
-        self.folder = checkpoints_folder(Path(config.run.output_dir))
-        self.timer = SaveTimer(config.checkpoint.save_every_minutes)
-        self.save_seconds: float | None = None
-        self._save_began = 0.0
-        # Of the files as they are at the start, like the functions in memory. Rank 0 writes them to state.json.
-        self._contents = contents
-        self._served = served
+    @property
+    def folder(self) -> Path:
+        """Folder of the run's checkpoints."""
+        return checkpoints_folder(Path(self.config.run.output_dir))
 
     def is_due(self, state: RunState) -> bool:
         """Return True if the step that was just done ends with a checkpoint."""
-        every = self._config.checkpoint.save_every
-        is_last = state.step == self._config.run.num_steps
-        is_solved = state.has_reached(self._config.eval.stop_at_accuracy)
+        every = self.config.checkpoint.save_every
+        is_last = state.step == self.config.run.num_steps
+        is_solved = state.has_reached(self.config.eval.stop_at_accuracy)
         return is_last or is_solved or bool(every and state.step % every == 0)
 
     def is_due_by_time(self) -> bool:
@@ -132,20 +115,18 @@ class Checkpoints:
         if not self.timer.is_enabled:
             return False
         # One that is still being written would have to be waited for.
-        return broadcast_object(lambda: self._saving is None and self.timer.is_due(), self._trainer.groups.world)
+        return broadcast_object(lambda: self._saving is None and self.timer.is_due(), self.trainer.groups.world)
 
     def save_by_time(self, state: RunState, evaluator: Evaluator) -> None:
         """Write a checkpoint like ``save``, in the background if host memory allows. Without space it is skipped."""
         try:
             self._require_space()
         except DiskError as error:
-            self._say(f"warning  no checkpoint by time: {error}")
+            self.say(f"warning  no checkpoint by time: {error}")
             return
-        part_bytes = (
-            checkpoint_bytes(self._config.model, self._config.lora, self._inputs) // self._inputs.layout.world_size
-        )
+        part_bytes = checkpoint_bytes(self.config.model, self.config.lora, self.inputs) // self.inputs.layout.world_size
         # A save is a collective, so all ranks must decide alike.
-        fits = all(all_gather_objects(has_memory_for_copies(part_bytes), self._trainer.groups.world))
+        fits = all(all_gather_objects(has_memory_for_copies(part_bytes), self.trainer.groups.world))
         self.save(state, evaluator, in_background=fits)
 
     def _require_space(self) -> None:
@@ -153,69 +134,54 @@ class Checkpoints:
         run_on_leader(
             lambda: require_space(
                 self.folder,
-                estimate_save_bytes(self._config.run, self._config.model, self._config.lora, self._inputs),
+                estimate_save_bytes(self.config.run, self.config.model, self.config.lora, self.inputs),
                 "a checkpoint",
                 MAKE_ROOM,
             ),
-            self._trainer.groups.world,
+            self.trainer.groups.world,
         )
 
     def save(self, state: RunState, evaluator: Evaluator, *, in_background: bool | None = None) -> None:
         """Write a checkpoint of this step, with every rollout that was not trained on.
 
-        In the background the checkpoint is complete only after ``finish`` has reported it. The trainer's state must be
-        on the GPUs (``Gpus.for_training``).
-
-        Args:
-            state: Counters of the run.
-            evaluator: An evaluation that it runs beside training is repeated after a resume.
-            in_background: Write while training continues. None follows ``checkpoint.async_save``.
-
-        Raises:
-            DiskError: On all ranks, when there is not enough space or the checkpoint cannot be written.
+        In the background the checkpoint is complete only after ``finish`` has reported it. None for ``in_background``
+        follows ``checkpoint.async_save``. The trainer's state must be on the GPUs (``Gpus.for_training``).
         """
         # One save at a time: the previous one may still be writing in the background.
         self.finish(wait=True)
         self._save_began = time.monotonic()
-        config = self._config
-        contents = self._stream.stored_rollouts() if self._has_engine else []
+        config = self.config
+        contents = self.stream.stored_rollouts() if self.has_engine else []
         record = {
             "step": state.step,
             "skipped_in_a_row": state.skipped_in_a_row,
             "answers_before": evaluator.responses_before,
             "best": state.best,
             "evaluation_due": evaluator.is_running,
-            "stream": self._stream.state().to_json(),
-            "identity": run_identity(config.lora, config.run.seed, self._inputs),
-            "layout": layout_identity(config.model, config.parallel, self._inputs),
+            "stream": self.stream.state().to_json(),
+            "identity": run_identity(config.lora, config.run.seed, self.inputs),
+            "layout": layout_identity(config.model, config.parallel, self.inputs),
             "config": config.model_dump(mode="json"),
             "cwd": os.getcwd(),
             "guard": state.guard.to_json(),
-            "contents": self._contents,
-            "served": self._served,
+            "contents": self.contents,
+            "served": self.served,
         }
         self._require_space()
         if in_background is None:
             in_background = config.checkpoint.async_save
-        self._saving = self._trainer.save(
+        self._saving = self.trainer.save(
             self.folder,
             state.step,
             record,
             config.checkpoint.keep,
             self._best_step(state),
-            write_extra=partial(save_rollouts, contents, self._trainer.dp_rank),
-            background_group=self._background if in_background else None,
+            write_extra=partial(save_rollouts, contents, self.trainer.dp_rank),
+            background_group=self.background if in_background else None,
         )
 
     def finish(self, *, wait: bool) -> None:
-        """Report the last checkpoint once it is complete.
-
-        Args:
-            wait: Wait until it is complete. False returns at once if it is not.
-
-        Raises:
-            DiskError: The checkpoint cannot be written. Older checkpoints are unchanged.
-        """
+        """Report the last checkpoint once it is complete."""
         saving = self._saving
         if saving is None or not (wait or saving.is_done):
             return
@@ -223,7 +189,7 @@ class Checkpoints:
             path = saving.wait()
         self._saving = None
         self.save_seconds = saving.end_time - self._save_began
-        self._say(f"saved    {path}" if saving.is_finite else f"saved    {path} {_NOT_FINITE}")
+        self.say(f"saved    {path}" if saving.is_finite else f"saved    {path} {_NOT_FINITE}")
 
     def close(self) -> None:
         """Wait for a save in the background, also when the run ended with an error."""
@@ -231,74 +197,67 @@ class Checkpoints:
             self._saving.join()
 
     def restore(self, point: ResumePoint) -> tuple[RunState, list[SampleResponse]]:
-        """Restore policy, optimizer and rollouts from a checkpoint.
-
-        Returns:
-            The counters, and the sample responses from before training.
-        """
-        record = self._trainer.load(point.checkpoint, same_layout=point.same_layout)
+        """Restore policy, optimizer and rollouts; return the counters, and the responses from before training."""
+        record = self.trainer.load(point.checkpoint, same_layout=point.same_layout)
         state = RunState(
             step=record["step"],
             skipped_in_a_row=record["skipped_in_a_row"],
             # The best checkpoint of another run is not in this folder.
             best=tuple(record["best"]) if record["best"] and not point.is_fork else None,
             evaluation_due=record["evaluation_due"],
-            guard=GuardState.from_config(self._config.rollout, self._config.train),
+            guard=GuardState.from_config(self.config.rollout, self.config.train),
         )
         # Checkpoints of earlier versions have no such state; the noise of another run is not this run's.
         if record.get("guard") and not point.is_fork:
             state.guard.restore(record["guard"])
         for skipped in point.skipped_checkpoints:
-            self._say(
+            self.say(
                 f"warning  {skipped.checkpoint} is skipped: {skipped.reason}; it is renamed to end in .{skipped.kind}"
             )
         verb = "forked " if point.is_fork else "resumed"
-        version = self._trainer.policy_version
-        self._say(f"{verb}  {point.checkpoint} (step {state.step}, policy version {version})")
+        version = self.trainer.policy_version
+        self.say(f"{verb}  {point.checkpoint} (step {state.step}, policy version {version})")
         if not point.same_layout:
-            self._say("         on another layout: the curve is the same up to rounding, not bit for bit")
+            self.say("         on another layout: the curve is the same up to rounding, not bit for bit")
         for change in point.changes:
-            self._say(f"         changed{_how_accepted(change, is_fork=point.is_fork)}: {change}")
+            self.say(f"         changed{_how_accepted(change, is_fork=point.is_fork)}: {change}")
         self._restore_stream(record, point, state.step)
         return state, record["answers_before"]
 
     def _restore_stream(self, record: Mapping[str, Any], point: ResumePoint, step: int) -> None:
         """Restore the rollouts that were not trained on, or return their prompts to the stream."""
-        dp = self._inputs.layout.dp
+        dp = self.inputs.layout.dp
         before = SchedulerState.from_json(record["stream"])
         saved = before.with_data_parallel_size(dp)
         # A fork on other data: the saved prompts do not exist in this stream.
         if not point.same_stream:
-            self._say("         on other prompts, or in another order: starts at the first prompt")
-            self._stream.restore(saved.restarted(step), {})
+            self.say("         on other prompts, or in another order: starts at the first prompt")
+            self.stream.restore(saved.restarted(step), {})
             return
         # Rollouts of other sampling or reward settings must not be trained on: sample their prompts again.
         problem = describe_incompatibility(
             saved,
             self._with_current_sections(record["config"], point),
-            self._config.train,
-            data=self._config.data,
-            rollout=self._config.rollout,
-            agent=self._config.agent,
-            reward=self._config.reward,
+            self.config.train,
+            {name: getattr(self.config, name) for name in ("data", "rollout", "agent", "reward")},
         )
         changed_files = [change for change in point.changes if change.file and change.kind in ("results", "repaired")]
         if changed_files and not problem:
             problem = f"the content of {changed_files[0].file} has changed"
         if problem and saved.num_prompts:
-            self._say(f"         rollouts that were sampled ahead are sampled again: {problem}")
+            self.say(f"         rollouts that were sampled ahead are sampled again: {problem}")
         if problem:
-            self._stream.restore(saved.without_submissions(step), {})
+            self.stream.restore(saved.without_submissions(step), {})
             return
         contents = {}
-        if self._has_engine:
-            prompts = self._inputs.train_prompts
-            contents = load_rollouts(before, dp, self._trainer.dp_rank, point.checkpoint, prompts.__getitem__)
-        self._stream.restore(saved, contents)
+        if self.has_engine:
+            prompts = self.inputs.train_prompts
+            contents = load_rollouts(before, dp, self.trainer.dp_rank, point.checkpoint, prompts.__getitem__)
+        self.stream.restore(saved, contents)
 
     def _with_current_sections(self, saved_config: Mapping[str, Any], point: ResumePoint) -> dict[str, Any]:
         """Return the saved configuration with this run's sections where only the spelling of paths differs."""
-        current = self._config.model_dump(mode="json")
+        current = self.config.model_dump(mode="json")
         changed = {change.key.split(".")[0] for change in point.changes}
         return {**saved_config, **{name: section for name, section in current.items() if name not in changed}}
 
@@ -307,11 +266,11 @@ class Checkpoints:
         for skipped in point.skipped_checkpoints:
             set_aside(skipped.checkpoint, skipped.kind)
         # The last run may have been killed while it pruned.
-        prune(self.folder, self._config.checkpoint.keep, self._best_step(state))
+        prune(self.folder, self.config.checkpoint.keep, self._best_step(state))
 
     def _best_step(self, state: RunState) -> int | None:
         """Return the step whose checkpoint is never pruned. None prunes by age alone."""
-        return state.best[1] if self._config.checkpoint.keep_best and state.best is not None else None
+        return state.best[1] if self.config.checkpoint.keep_best and state.best is not None else None
 
 
 def _how_accepted(change: Change, *, is_fork: bool) -> str:

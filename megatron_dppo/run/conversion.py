@@ -80,11 +80,7 @@ def _read_lora_config(checkpoint: Path) -> LoraConfig:
 
 @contextmanager
 def open_converter(hf_folder: str, parallel: ParallelConfig, dtype: str) -> Iterator[Converter]:
-    """Build the model of a Hugging Face folder on the layout of the running processes (torchrun, or one process).
-
-    Raises:
-        UserError: The folder is unusable, or the layout does not fit.
-    """
+    """Build the model of a Hugging Face folder on the layout of the running processes (torchrun, or one process)."""
     from megatron_dppo.mcore.shims import apply_shims
 
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import comb
 from pathlib import Path
 from typing import TypedDict, cast
@@ -41,14 +41,7 @@ class SampleResponse(TypedDict):
 def metrics_by_set(
     set_names: Sequence[str], group_sets: Sequence[str], groups: Sequence[RolloutGroup], n: int
 ) -> dict[str, Metric]:
-    """Return the metrics over all groups, and over each named set under ``<name>/``.
-
-    Args:
-        set_names: Names of all held-out sets. The name ``""`` gets no metrics of its own.
-        group_sets: Name of each group's set.
-        groups: Scored groups; may be empty.
-        n: Responses per prompt.
-    """
+    """Return the metrics over all groups, and over each set under ``<name>/``, but for the set ``""``."""
     values = eval_metrics(groups, n)
     for name in filter(None, set_names):
         members = [group for set_name, group in zip(group_sets, groups, strict=True) if set_name == name]
@@ -74,7 +67,8 @@ def eval_metrics(groups: Sequence[RolloutGroup], n: int) -> dict[str, Metric]:
     }
     if n == 1:
         return values
-    for k in _pass_at_ks(n):
+    # The powers of two below n, and n.
+    for k in sorted({2**i for i in range(n.bit_length())} | {n}):
         values[f"pass_at_{k}"] = Metric(sum(pass_at_k(n, _count_solved(group), k) for group in groups), len(groups))
     values[f"maj_at_{n}"] = Metric(sum(majority_score(group.rollouts) for group in groups), len(groups))
     return values
@@ -88,8 +82,7 @@ def pass_at_k(n: int, solved: int, k: int) -> float:
 def majority_score(rollouts: Sequence[Rollout]) -> float:
     r"""Return the mean score of the responses that give the most frequent answer. In a tie the first answer wins.
 
-    An answer is the last box or ``Answer:`` line; without either, the whole response. ``\frac12`` and ``1/2`` are one
-    answer (``answer_key``).
+    An answer is the last box or ``Answer:`` line, else the whole response; ``\frac12`` and ``1/2`` are one answer.
     """
     # sympy takes a second to import, and a run without several responses a prompt does not need it.
     from megatron_dppo_answers.equality import answer_key
@@ -102,11 +95,6 @@ def majority_score(rollouts: Sequence[Rollout]) -> float:
         by_answer.setdefault(key, []).append(rollout.score)
     scores = max(by_answer.values(), key=len)
     return sum(scores) / len(scores)
-
-
-def _pass_at_ks(n: int) -> list[int]:
-    """Return the powers of two below n, and n."""
-    return sorted({2**i for i in range(n.bit_length())} | {n})
 
 
 def _count_solved(group: RolloutGroup) -> int:
@@ -126,43 +114,20 @@ class Evaluation:
     prompts: list[tuple[str, Prompt]]
     """Prompts of this data-parallel rank, each with the name of its set."""
     draw: Submission
-    """The submitted requests."""
 
 
+@dataclass
 class Evaluator:
-    """Submits the held-out prompts and scores the responses.
+    """Submits the held-out prompts and scores them; ``responses_before`` are some from before training, on rank 0."""
 
-    Args:
-        config: Configuration of the run.
-        sets: Held-out prompts by the name of their set. Empty disables evaluation.
-        stream: Source of the responses.
-        groups: Parallel groups of this rank.
-        dp: Number of data-parallel ranks.
-        dp_rank: Data-parallel rank of this process.
-
-    Attributes:
-        responses_before: A few responses from before training, on rank 0.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        sets: Mapping[str, PromptDataset],
-        stream: RolloutScheduler,
-        groups: ParallelGroups,
-        *,
-        dp: int,
-        dp_rank: int,
-    ) -> None:
-        self._config = config
-        self._sets = sets
-        self._stream = stream
-        self._groups = groups
-        self._dp = dp
-        self._dp_rank = dp_rank
-        self._folder = Path(config.run.output_dir)
-        self._running: Evaluation | None = None
-        self.responses_before: list[SampleResponse] = []
+    config: Config
+    sets: Mapping[str, PromptDataset]
+    stream: RolloutScheduler
+    groups: ParallelGroups
+    dp: int
+    dp_rank: int
+    responses_before: list[SampleResponse] = field(default_factory=list)
+    _running: Evaluation | None = None
 
     @property
     def is_running(self) -> bool:
@@ -170,20 +135,18 @@ class Evaluator:
         return self._running is not None
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate the engine's weights.
+        """Evaluate the engine's weights, and return metrics of all held-out prompts and of each named set.
 
-        Returns:
-            ``eval/accuracy`` and others over all held-out prompts, and over each named set as ``eval/<name>/accuracy``.
-            Empty if the evaluation runs beside training, if there are no sets, or if ``eval.every`` is 0.
+        They are empty if the evaluation runs beside training, if there are no sets, or if ``eval.every`` is 0.
         """
-        config = self._config
-        if not self._sets or not config.eval.every:
+        config = self.config
+        if not self.sets or not config.eval.every:
             return {}
-        all_prompts = [(name, prompts[i]) for name, prompts in self._sets.items() for i in range(len(prompts))]
+        all_prompts = [(name, prompts[i]) for name, prompts in self.sets.items() for i in range(len(prompts))]
         # Every dp-th prompt, so that each rank has a part of every set.
-        share = all_prompts[self._dp_rank :: self._dp]
+        share = all_prompts[self.dp_rank :: self.dp]
         prompts = [prompt for _, prompt in share]
-        draw = self._stream.submit(
+        draw = self.stream.submit(
             prompts,
             config.eval.samples_per_prompt,
             sampling_params(config.eval, config.eval_max_new_tokens, config.run.seed),
@@ -205,26 +168,19 @@ class Evaluator:
         return evaluation.step, self._compute_metrics(evaluation)
 
     def _compute_metrics(self, evaluation: Evaluation) -> dict[str, float]:
-        groups = self._stream.wait_for(evaluation.draw, Clock())
-        responses = write_sample_responses(self._folder, groups, evaluation.step, self._groups.world)
+        groups = self.stream.wait_for(evaluation.draw, Clock())
+        responses = write_sample_responses(Path(self.config.run.output_dir), groups, evaluation.step, self.groups.world)
         if evaluation.step == 0:
             self.responses_before = responses
         group_sets = [name for name, _ in evaluation.prompts]
-        local = metrics_by_set(list(self._sets), group_sets, groups, self._config.eval.samples_per_prompt)
-        return add_prefix("eval", reduce_over_samples(self._groups, local))
+        local = metrics_by_set(list(self.sets), group_sets, groups, self.config.eval.samples_per_prompt)
+        return add_prefix("eval", reduce_over_samples(self.groups, local))
 
 
 def write_sample_responses(
     folder: Path, groups: Sequence[RolloutGroup], step: int, world: dist.ProcessGroup | None
 ) -> list[SampleResponse]:
-    """Write a few responses of an evaluation to ``samples.jsonl`` on rank 0; a collective of all ranks.
-
-    Returns:
-        The responses on rank 0, an empty list on the others.
-
-    Raises:
-        DiskError: On all ranks, when they cannot be written.
-    """
+    """Write a few responses of an evaluation to ``samples.jsonl``; return them on rank 0. A collective of all ranks."""
     responses: list[SampleResponse] = []
     if dist.get_rank() == 0:
         responses = [

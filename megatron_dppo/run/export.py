@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_dppo.config.model import LoraConfig, ModelConfig
+from megatron_dppo.config.model import ModelConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.export.adapter_folder import save_adapter
 from megatron_dppo.export.hf_folder import save_hf_folder
@@ -21,34 +21,17 @@ if TYPE_CHECKING:
 
 
 def export_hf(trainer: PolicyTrainer, inputs: Inputs, model: ModelConfig, target: Path, dtype: torch.dtype) -> None:
-    """Write the current weights, adapters merged, as a Hugging Face folder; a collective, each rank writes some files.
-
-    Raises:
-        DiskError: On all ranks, if the folder cannot be written.
-    """
+    """Write the current weights, adapters merged, as a Hugging Face folder (a collective)."""
     num_bytes = inputs.num_parameters * dtype.itemsize
     run_on_leader(lambda: require_space(target, num_bytes, "the export"), trainer.groups.world)
     save_hf_folder(target, model.path, trainer.export_weights(), dtype, group=trainer.groups.world)
 
 
-def export_adapter(trainer: PolicyTrainer, lora: LoraConfig, model: ModelConfig, target: Path) -> None:
-    """Write the adapters as a folder for PEFT (a collective).
-
-    Raises:
-        DiskError: On all ranks, if the folder cannot be written.
-    """
-    base = str(Path(model.path).absolute())
-    save_adapter(target, trainer.export_adapters(), lora, base, group=trainer.groups.world)
-
-
 def export_results(trainer: PolicyTrainer, inputs: Inputs, config: Config) -> None:
-    """Write the model if ``checkpoint.export_hf`` is set, and the adapters of LoRA. A collective.
-
-    Raises:
-        DiskError: On all ranks, if the folder cannot be written.
-    """
+    """Write the model if ``checkpoint.export_hf`` is set, and the adapters of LoRA. A collective."""
     folder = Path(config.run.output_dir)
     if config.checkpoint.export_hf:
         export_hf(trainer, inputs, config.model, folder / "hf", DTYPES[config.model.dtype])
     if config.lora.rank:
-        export_adapter(trainer, config.lora, config.model, folder / "hf-adapter")
+        base = str(Path(config.model.path).absolute())
+        save_adapter(folder / "hf-adapter", trainer.export_adapters(), config.lora, base, group=trainer.groups.world)

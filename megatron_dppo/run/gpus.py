@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -19,41 +20,38 @@ if TYPE_CHECKING:
     from megatron_dppo.weights.publish import Publisher, ServerPublisher
 
 
-class Gpus(Protocol):
-    """Every call is a collective of all ranks, and returns lines that the user should see."""
+class Gpus(ABC):
+    """Turns on the GPUs. Every call is a collective of all ranks, and returns lines that the user should see."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
 
     @property
     def probed(self) -> Mapping[str, float]:
         """See ``Publisher``."""
+        return self._publisher.probed
 
+    @abstractmethod
     def for_sampling(self) -> list[str]:
         """Let the engine sample with the current weights from here on. Does nothing if it already does."""
 
+    @abstractmethod
     def for_training(self) -> list[str]:
         """Let the trainer compute from here on: update the policy, save or export it."""
 
+    @abstractmethod
     def after_update(self, *, samples_next: bool) -> list[str]:
-        """Give updated weights to the engine, now or at its next turn.
-
-        Args:
-            samples_next: Whether the engine samples before the next checkpoint.
-        """
+        """Give updated weights to the engine: now, or at its next turn if it samples only after the next checkpoint."""
 
     def exclude(self, servers: Mapping[str, str]) -> None:
         """Use servers no more in this run. ``servers`` has the reason by URL."""
+        self._publisher.exclude(servers)
 
 
-class DedicatedGpus:
+class DedicatedGpus(Gpus):
     """Trainer and engine have GPUs of their own: new weights are published at once."""
 
-    def __init__(self, publisher: Publisher) -> None:
-        self._publisher = publisher
-        self._has_published = False
-
-    @property
-    def probed(self) -> Mapping[str, float]:
-        """See ``Gpus``."""
-        return self._publisher.probed
+    _has_published = False
 
     def for_sampling(self) -> list[str]:
         """See ``Gpus``."""
@@ -70,37 +68,27 @@ class DedicatedGpus:
         """See ``Gpus``."""
         return self._publisher.publish()
 
-    def exclude(self, servers: Mapping[str, str]) -> None:
-        """See ``Gpus``."""
-        self._publisher.exclude(servers)
 
-
-class SharedGpus:
+class SharedGpus(Gpus):
     """Servers and trainer take turns on the same GPUs.
 
     Servers keep no weights while they sleep, so that each of their turns begins with a publish. The trainer's weights
-    stay on the device while they are gathered and for the probe's forward pass, and leave after it.
-
-    Args:
-        trainer: Policy with everything on the device.
-        publisher: Publisher to servers that have released their memory.
+    stay on the device while they are gathered and for the probe's forward pass, and leave after it. At first everything
+    of the trainer is on the device, and the servers have released their memory.
     """
 
     def __init__(self, trainer: PolicyTrainer, publisher: ServerPublisher) -> None:
-        self._state, self._publisher = trainer.device_state, publisher
+        super().__init__(publisher)
+        self._servers = publisher
+        self._state = trainer.device_state
         self._sampling = False
-
-    @property
-    def probed(self) -> Mapping[str, float]:
-        """See ``Gpus``."""
-        return self._publisher.probed
 
     def for_sampling(self) -> list[str]:
         """See ``Gpus``."""
         if self._sampling:
             return []
         self._state.offload(weights=False)
-        notes = self._publisher.publish()
+        notes = self._servers.publish()
         self._state.offload(weights=True)
         self._sampling = True
         return notes
@@ -109,7 +97,7 @@ class SharedGpus:
         """See ``Gpus``."""
         if not self._sampling:
             return []
-        notes = self._publisher.release()
+        notes = self._servers.release()
         self._state.restore()
         self._sampling = False
         return notes
@@ -117,10 +105,6 @@ class SharedGpus:
     def after_update(self, *, samples_next: bool) -> list[str]:
         """See ``Gpus``. A checkpoint needs the trainer's memory, for which servers would have to sleep again."""
         return self.for_sampling() if samples_next else []
-
-    def exclude(self, servers: Mapping[str, str]) -> None:
-        """See ``Gpus``."""
-        self._publisher.exclude(servers)
 
 
 def build_gpus(rollout: RolloutConfig, trainer: PolicyTrainer, publisher: Publisher) -> Gpus:
@@ -142,17 +126,7 @@ def exclude_servers(gpus: Gpus, guard: GuardState) -> list[str]:
 
 
 def free_gpus(rollout: RolloutConfig, world: dist.ProcessGroup | None) -> list[str]:
-    """Let colocated servers release their GPU memory before the policy is built. A collective.
-
-    They hold it after their start, and after a trainer was killed.
-
-    Args:
-        rollout: ``[rollout]``.
-        world: CPU group of all ranks.
-
-    Returns:
-        Messages for the user.
-    """
+    """Let colocated servers release their memory before the policy is built; return messages. A collective."""
     if not rollout.servers.colocated:
         return []
 

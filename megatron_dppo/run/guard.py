@@ -208,20 +208,7 @@ class FirstUpdateGuard:
         selection: SelectionShares | None = None,
         left_out: Mapping[str, str] | None = None,
     ) -> FirstUpdateGuard:
-        """Return the guard of one step.
-
-        Args:
-            train: Configured limits.
-            rollout: Engine and its dtype, which the default limits follow from.
-            model: Dtype of the trainer.
-            nonfinite_fraction: See the field, as for the others below.
-            is_on_policy: See the field.
-            is_topk: See the field.
-            history: None starts a new one.
-            sampling: See the field.
-            selection: None: everything is trained on.
-            left_out: See the field. None: no server.
-        """
+        """Return the guard of one step. None starts an empty history, and leaves nothing out."""
         dtype = coarser(rollout.rounding_dtype, model.dtype)
         # A perturbed engine differs on purpose; the trainer's own model must agree to the bit.
         default = None if rollout.perturbation.is_active else _MAX_PROB_DIFF[dtype]
@@ -248,16 +235,11 @@ class FirstUpdateGuard:
     def __call__(self, metrics: Mapping[str, float], sums: SumsBySource | None = None) -> dict[str, str]:
         """Check the reduced metrics of the first update before it is applied. They are the same on every rank.
 
-        Args:
-            metrics: Metrics of the update. Without a token in its loss there is nothing to check.
-            sums: Sums of each server. None checks the metrics alone.
-
-        Returns:
-            The reasons of the servers that must be left out, by URL. Empty if all of them are right.
+        Without a token in the loss there is nothing to check. Without ``sums`` the servers are not told apart. Return
+        the reasons of the servers that must be left out, by URL.
 
         Raises:
-            TrainingStopped: A limit is exceeded, and no server without a problem is left. The message names the
-                numbers, the limits and likely causes.
+            TrainingStopped: A limit is exceeded, and no server without a problem is left.
         """
         step = self._step_problems(metrics) + self._overall_problems(metrics, sums)
         by_server = {} if sums is None else self._server_problems(sums)
@@ -353,13 +335,7 @@ class FirstUpdateGuard:
         return problems
 
     def _current_problem(self, server: str, current: Mapping[str, ServerSums], *, is_new: bool) -> str | None:
-        """Return what is wrong with a server's tokens of the current weights, or None.
-
-        Args:
-            server: URL of the server.
-            current: Sums of all servers.
-            is_new: True if the tokens are not evidence yet.
-        """
+        """Return what is wrong with a server's tokens of the current weights, or None; they are new evidence or not."""
         tokens = current[server]
         if self.max_prob_diff is None:
             return None

@@ -69,14 +69,7 @@ class GuardState:
     ) -> FirstUpdateGuard:
         """Test how the servers sampled, and return the guard of the step's first update; a collective of all ranks.
 
-        Args:
-            config: Configuration of the run.
-            groups: Parallel groups of this rank.
-            collected: Rollouts of this rank.
-            ranks: Ranks of the tokens that this rank's engine got since the last step, by URL.
-
-        Raises:
-            TrainingStopped: A server does not sample from what it reports, and there is no other one.
+        A TrainingStopped if a server does not sample from what it reports, and there is no other one.
         """
         if self.sampling is not None:
             self._test_sampling(self.sampling, groups, collected, ranks)
@@ -110,11 +103,7 @@ class GuardState:
         return unreported
 
     def exclude(self, servers: Mapping[str, str], in_use: frozenset[str]) -> None:
-        """Use servers no more. ``servers`` has the reason by URL, ``in_use`` the servers of this step.
-
-        Raises:
-            TrainingStopped: No server of the step is left.
-        """
+        """Use servers no more. ``servers`` has the reason by URL, ``in_use`` the servers of this step."""
         self.excluded |= servers
         # "" stands for an engine without servers, which cannot be left out.
         if in_use <= self.excluded.keys() or "" in servers:
@@ -148,13 +137,7 @@ class GuardState:
 
 
 def leaves_loss(rollout: Rollout, train: TrainConfig, *, has_teacher: bool) -> bool:
-    """Return True for a response whose tokens leave the loss mask: failed without a teacher, or truncated and masked.
-
-    Args:
-        rollout: Scored response.
-        train: Whether truncated responses leave the loss.
-        has_teacher: True if a teacher trains the tokens whatever their reward is.
-    """
+    """Return True for a response outside the loss: failed without a teacher, or truncated and masked."""
     has_no_signal = rollout.reward_failed and not has_teacher
     return has_no_signal or (train.mask_truncated and rollout.completion.finish_reason == FinishReason.LENGTH)
 

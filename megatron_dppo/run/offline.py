@@ -50,7 +50,6 @@ from megatron_dppo_engines.server import ServerInfo
 
 _VERSION = 0
 
-
 _TRAINER_METHODS = {"ipc": "the memory of a trainer", "adapter": "the adapters of a trainer"}
 """Weight sync methods that need a trainer, and the data that they send."""
 
@@ -67,11 +66,7 @@ class Offline:
 
 
 def offline_config(target: Path, overrides: Sequence[str]) -> Config:
-    """Return the configuration of a TOML file, or of the run in a folder.
-
-    Raises:
-        ConfigError: ``target`` is neither, or the configuration is invalid.
-    """
+    """Return the configuration of a TOML file, or of the run in a folder."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("this command runs in one process; start it without torchrun")
     config = load_run_config(target, overrides) if target.is_dir() else load_config(target, overrides)
@@ -80,12 +75,7 @@ def offline_config(target: Path, overrides: Sequence[str]) -> Config:
 
 
 def single_prompt_template(data: DataConfig, model: str | Path) -> tuple[bool, str]:
-    """Return True if a single prompt goes through the chat template, as the prompts of ``data.train`` do, and why.
-
-    Args:
-        data: ``[data]``.
-        model: Hugging Face folder whose tokenizer is used.
-    """
+    """Return True if a single prompt goes through the chat template, as the prompts of ``data.train`` do, and why."""
     if data.apply_chat_template is not None:
         return data.apply_chat_template, f"data.apply_chat_template = {str(data.apply_chat_template).lower()}"
     if data.system_prompt is not None or data.chat_template_kwargs:
@@ -109,14 +99,7 @@ def single_prompt_template(data: DataConfig, model: str | Path) -> tuple[bool, s
 def open_offline(config: Config, *, run: Path | None, model: Path | None, step: int | None) -> Iterator[Offline]:
     """Yield an engine that has the weights, and close it at the end.
 
-    Args:
-        config: Result of ``offline_config``.
-        run: Folder of a run, whose checkpoint is used. None uses the weights in ``model.path``.
-        model: Hugging Face folder. Replaces ``run`` and ``model.path`` if given.
-        step: Step of the checkpoint. None uses the newest one.
-
-    Raises:
-        UserError: The weights do not exist, or no server has received them.
+    They are those of the folder ``model``, of a checkpoint of ``run`` (the newest without ``step``), or ``model.path``.
     """
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
@@ -173,12 +156,7 @@ def _load_weights(
     device: torch.device,
     weights: Callable[[], Iterator[tuple[str, Tensor]]],
 ) -> None:
-    """Load weights into the engine: copy them, or send them to the servers with the attempts of a run.
-
-    Raises:
-        ConfigError: The weight sync method needs a trainer.
-        PublishError: No server has received the weights.
-    """
+    """Load weights into the engine: copy them, or send them to the servers with the attempts of a run."""
     if isinstance(engine, LocalEngine):
         engine.update_weights(weights(), _VERSION)
         return
@@ -221,11 +199,7 @@ class OfflineEvaluation(NamedTuple):
 
 
 def evaluate(offline: Offline) -> OfflineEvaluation:
-    """Evaluate the weights on all of ``data.eval``.
-
-    Raises:
-        UserError: There are no held-out prompts, or they are invalid.
-    """
+    """Evaluate the weights on all of ``data.eval``."""
     config = offline.config
     num_samples = config.eval.samples_per_prompt
     if not config.data.eval:
@@ -259,19 +233,7 @@ def evaluate(offline: Offline) -> OfflineEvaluation:
 
 
 def generate(offline: Offline, source: str | Sequence[str], *, scored: bool) -> Iterator[dict[str, Any]]:
-    """Sample ``rollout.samples_per_prompt`` responses to each prompt of a source, in order.
-
-    Args:
-        offline: Engine with the weights. ``[rollout]`` has the sampling settings.
-        source: Source of prompts, as in ``data.train``.
-        scored: Also compute rewards.
-
-    Yields:
-        A row for each response: the prompt, the response, its tokens and their log-probabilities.
-
-    Raises:
-        UserError: The prompts are invalid.
-    """
+    """Sample ``rollout.samples_per_prompt`` responses to each prompt of a source; yield a row for each, in order."""
     prompts = offline.prompts.read(source, "train", "prompts", in_order=True)
     assert prompts is not None
     config = offline.config
@@ -298,11 +260,7 @@ def generate(offline: Offline, source: str | Sequence[str], *, scored: bool) -> 
 
 
 def write_lines(file: Path, lines: Iterable[str]) -> int:
-    """Write a new file line by line, as the lines are produced, and return their number.
-
-    Raises:
-        DiskError: The file cannot be written.
-    """
+    """Write a new file line by line, as the lines are produced, and return their number."""
     count = 0
     fix = "Fix the cause, move this file away, and start the same command again"
     with disk_errors(file, "the responses", fix), file.open("x", encoding="utf-8", buffering=1) as target:

@@ -37,15 +37,7 @@ SampleRecords = dict[tuple[int, int], SampleRecord]
 
 
 class StepRecord:
-    """Samples of one step and the results of the updates for their tokens, on this rank.
-
-    Args:
-        policy_version: Policy version before the first update of the step.
-
-    Attributes:
-        watch: Collects the tokens of the updates.
-        policy_version: See above.
-    """
+    """Samples of one step and the results of the updates for their tokens, on this rank."""
 
     def __init__(self, policy_version: int) -> None:
         self.watch = TokenRecorder()
@@ -62,8 +54,7 @@ class StepRecord:
     def pop_sample_records(self, trainer: PolicyTrainer) -> SampleRecords:
         """Return the results of the updates since the last call, by ``TrainingSample.number`` and ``segment``.
 
-        Tensor- and context-parallel ranks compute the same loss: the first of them on the last pipeline stage returns
-        it, the others return nothing.
+        Tensor- and context-parallel ranks compute the same loss: only the first on the last pipeline stage returns it.
         """
         groups = trainer.groups
         is_first = all(group is None or dist.get_rank(group) == 0 for group in (groups.tp, groups.cp))
@@ -72,13 +63,7 @@ class StepRecord:
         return samples
 
     def build_rank_part(self, collected: CollectedRollouts, dp_rank: int, sample_records: SampleRecords) -> RankSamples:
-        """Return the samples of one data-parallel rank.
-
-        Args:
-            collected: Rollouts of the rank.
-            dp_rank: Data-parallel rank.
-            sample_records: Merged results of ``pop_sample_records`` on all ranks: balancing moves samples between them.
-        """
+        """Return the samples of this rank, with the records of all ranks: balancing moves samples between them."""
         completions = [rollout.completion for group in collected.groups for rollout in group.rollouts]
         trained = []
         for completion, indices in zip(completions, group_segments(self._samples), strict=True):
@@ -102,14 +87,7 @@ class _RankRecord(NamedTuple):
 
 
 class StepRecorder:
-    """Writes the samples of every ``log.rollouts_every`` steps to a Parquet file.
-
-    Args:
-        config: Configuration of the run.
-        trainer: Policy of this rank.
-        groups: Parallel groups of this rank.
-        tokenizer: Decodes masked tokens for the trackers that show tables.
-    """
+    """Writes the samples of every ``log.rollouts_every`` steps to a Parquet file."""
 
     def __init__(
         self,
@@ -134,17 +112,7 @@ class StepRecorder:
         return StepRecord(self._trainer.policy_version)
 
     def write(self, step: int, record: StepRecord, collected: CollectedRollouts, writer: MetricsWriter | None) -> None:
-        """Write the step that was just trained; a collective of all ranks, which returns after rank 0 has written.
-
-        Args:
-            step: Rollout steps done.
-            record: Result of ``begin`` for this step.
-            collected: Rollouts of this rank.
-            writer: Writes a table of masked tokens, on rank 0.
-
-        Raises:
-            DiskError: On all ranks, when the file cannot be written.
-        """
+        """Write the step that was just trained; a collective of all ranks, which returns after rank 0 has written."""
         groups = self._groups
         sample_records = record.pop_sample_records(self._trainer)
         rollouts = (collected, record) if is_leader(groups.replica) else None
@@ -193,20 +161,20 @@ def _trained_tokens(sample: TrainingSample, completion: Completion, record: Samp
     """Return a sample's columns, one row per response token; ``record`` is None if no update used the sample."""
     count = len(completion.token_ids)
     mask = _response_rows(sample.loss_mask, count)
-    if record is None:
-        return TrainedTokens(
-            update=None,
-            policy_version=None,
-            loss_mask=mask,
-            advantages=_response_rows(sample.advantages, count),
-            logprobs=None,
-            keep=None,
-        )
-    return TrainedTokens(
-        update=record.update,
-        policy_version=record.policy_version,
+    trained = TrainedTokens(
+        update=None,
+        policy_version=None,
         loss_mask=mask,
         advantages=_response_rows(sample.advantages, count),
+        logprobs=None,
+        keep=None,
+    )
+    if record is None:
+        return trained
+    return replace(
+        trained,
+        update=record.update,
+        policy_version=record.policy_version,
         logprobs=torch.where(mask, _response_rows(record.logprobs, count), torch.nan),
         keep=mask & _response_rows(record.keep, count),
     )
@@ -240,10 +208,7 @@ def join_records(records: SampleRecords, number: int, lengths: Sequence[int]) ->
 
 
 def _response_rows(column: Tensor, count: int) -> Tensor:
-    """Return the last ``count`` rows of a column of labels ``[T]``, the response tokens.
-
-    An agent's first token has no label, so it has no row in ``column`` and gets 0.
-    """
+    """Return the last ``count`` rows of labels ``[T]``; an agent's first token has no label and no row, and gets 0."""
     result = column.new_zeros(count)
     rows = column[-count:]
     result[count - len(rows) :] = rows

@@ -25,7 +25,6 @@ from megatron_dppo.report.findings import LearningWarnings
 from megatron_dppo.report.metrics import MetricsWriter, add_prefix, reduce_over_samples
 from megatron_dppo.report.printable import printable
 from megatron_dppo.report.records import before_after_table, compare_responses, list_output_files, summarize
-from megatron_dppo.report.trackers import RunLabels
 from megatron_dppo.rewards.item import MAX_PARTS
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.engine import RolloutEngine
@@ -59,18 +58,7 @@ def step_metrics(
     dp: int,
     sources: Iterable[str] = (),
 ) -> dict[str, float]:
-    """Return the metrics of a step, reduced over all ranks; a collective.
-
-    Args:
-        groups: Parallel groups of this rank.
-        collected: Rollouts of this rank.
-        samples: Their training samples.
-        results: One for each update.
-        clock: Seconds of each part of the step.
-        requests: Metrics of this step's requests, see ``request_metrics``.
-        dp: Number of data-parallel ranks.
-        sources: Names in ``[data.sources]``.
-    """
+    """Return the metrics of a step, reduced over all ranks; a collective."""
     local = rollout_metrics(collected.groups, samples) | collected.metrics(dp) | requests
     local |= source_metrics(collected.groups, sources)
     rollout = reduce_over_samples(groups, local)
@@ -108,10 +96,7 @@ def reduce_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def request_metrics(engine: RolloutEngine | None, *, has_servers: bool, dp: int) -> dict[str, Metric]:
     """Return counts of this step's requests, to be summed over the ranks; empty without servers.
 
-    Args:
-        engine: Engine of this rank. None on ranks that receive their rollouts from another rank.
-        has_servers: True if the run samples with servers. Every rank must have the same metrics.
-        dp: Number of data-parallel ranks.
+    Every rank must have the same metrics, also one without an engine, which gets its rollouts from another rank.
     """
     if not has_servers:
         return {}
@@ -126,10 +111,7 @@ def request_metrics(engine: RolloutEngine | None, *, has_servers: bool, dp: int)
 
 
 def take_counts(engine: RolloutEngine | None) -> PoolCounts:
-    """Return the counts of an engine over servers since the last call, and print their messages.
-
-    On every rank, not on rank 0 alone: each sees the answers to its own requests.
-    """
+    """Return an engine's counts since the last call, and print its messages on every rank: each has its own answers."""
     counts = engine.take_counts() if isinstance(engine, ServerEngine) else PoolCounts()
     slowest = find_slowest(counts.times)
     notes = [slowest.text] if slowest is not None and slowest.text else []
@@ -149,15 +131,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 class Records:
-    """Reports of a run: metrics to files and trackers, lines to the console, a summary at the end.
-
-    Args:
-        config: Configuration of the run.
-        layout: Parallel layout of the run.
-        groups: Parallel groups of this rank.
-        console: Output to the terminal.
-        started: ``time.time()`` at the start of the program.
-    """
+    """Reports of a run: metrics to files and trackers, lines to the console, a summary at the end."""
 
     def __init__(
         self, config: Config, layout: Layout, groups: ParallelGroups, console: Console, started: float
@@ -173,41 +147,14 @@ class Records:
         """None on all ranks but 0, and before ``open``."""
 
     def open(self, resumed_step: int | None) -> None:
-        """Open the metrics' files and trackers on rank 0.
-
-        Args:
-            resumed_step: Records of later steps are dropped; None at the beginning of a run.
-        """
+        """Open the metrics' files and trackers on rank 0; records of steps after ``resumed_step`` are dropped."""
         if dist.get_rank() != 0:
             return
-        log = self._config.log
-        self.writer = MetricsWriter(
-            self._folder,
-            self._config.model_dump(),
-            tensorboard=log.tensorboard,
-            wandb_project=log.wandb_project,
-            trackers=log.trackers,
-            labels=RunLabels(
-                project=log.project or log.wandb_project or "megatron_dppo",
-                name=log.name or self._folder.resolve().name,
-                group=log.group,
-                tags=tuple(log.tags),
-                offline=log.offline,
-            ),
-            resumed_step=resumed_step,
-        )
+        config = self._config
+        self.writer = MetricsWriter(self._folder, config.model_dump(), config.log, resumed_step=resumed_step)
 
     def log(self, step: int, values: dict[str, float], agent_error: str = "") -> None:
-        """Write a step's metrics everywhere and show one line; a collective. Empty values write nothing.
-
-        Args:
-            step: Rollout steps done.
-            values: Metrics of the step.
-            agent_error: Result of ``first_agent_error``.
-
-        Raises:
-            DiskError: On all ranks, if the metrics cannot be written. A run stops if it cannot record its metrics.
-        """
+        """Write a step's metrics everywhere and show one line; a collective. Empty values write nothing."""
         if not values:
             return
         writer = self.writer
@@ -237,12 +184,7 @@ class Records:
             self.console.print(f"servers  {note}")
 
     def summarize(self, policy_updates: int, answers_before: Sequence[Mapping[str, Any]]) -> None:
-        """Write ``summary.json`` and the curves, and print the change of the results. A collective.
-
-        Args:
-            policy_updates: Number of optimizer updates of the run.
-            answers_before: Answers from before training.
-        """
+        """Write ``summary.json`` and the curves, and print the change of the results. A collective."""
         run_on_leader(lambda: self._summarize(policy_updates, answers_before), self._groups.world)
 
     def _summarize(self, policy_updates: int, answers_before: Sequence[Mapping[str, Any]]) -> None:
@@ -344,13 +286,7 @@ def _agent_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
 
 
 def first_agent_error(groups: Sequence[RolloutGroup], failed_fraction: float, world: ProcessGroup | None) -> str:
-    """Return the first error of a step's failed episodes, on rank 0; a collective of all ranks.
-
-    Args:
-        groups: Rollouts of this rank.
-        failed_fraction: Fraction of the step's episodes that failed, on all ranks. 0 needs no communication.
-        world: All ranks.
-    """
+    """Return the first error of a step's failed episodes, on rank 0; a collective unless ``failed_fraction`` is 0."""
     if not failed_fraction:
         return ""
     failures = [rollout.completion.failure for group in groups for rollout in group.rollouts]

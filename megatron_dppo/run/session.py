@@ -71,21 +71,16 @@ class Session:
 
     config: Config
     inputs: Inputs
-    """Model, tokenizer and data sets."""
     trainer: PolicyTrainer
-    """Policy and optimizer."""
     groups: ParallelGroups
     engine: RolloutEngine | None
     """None on ranks that get their rollouts from the leader of their model-parallel group."""
     updater: PolicyUpdater
-    """Updates of the policy with the run's loss and teacher."""
     stream: RolloutScheduler
-    """Source of the rollouts."""
     gpus: Gpus
     """Turns of the engine and the trainer on the GPUs, and the publishing of weights."""
     evaluator: Evaluator
     records: Records
-    """Metrics and console lines."""
     recorder: StepRecorder
     """Recording of whole steps (``log.rollouts_every``)."""
     checkpoints: Checkpoints
@@ -96,7 +91,6 @@ class Session:
     lock: FolderLock | None
     """Lock of the run's folder. None on all ranks but 0."""
     state: RunState = field(default_factory=RunState)
-    """Counters of the run."""
 
     def check_folder(self) -> None:
         """End this process if the run's folder is no longer its own. Call it before each write to the folder."""
@@ -227,12 +221,7 @@ class _OpenRun(NamedTuple):
 
 
 def _open_run(joined: _JoinedRun, notes: Sequence[str]) -> _OpenRun:
-    """Lock the run's folder, open what the configuration names, and find the checkpoint; a collective of all ranks.
-
-    Args:
-        joined: The run on this rank.
-        notes: Notes of the preflight checks.
-    """
+    """Lock the run's folder, open what the configuration names, and find the checkpoint; a collective of all ranks."""
     config, inputs, _, _, console, parts = joined
     # The folder is locked before anything is read from it or written to it.
     sharing = _find_sharing(joined)
@@ -269,10 +258,10 @@ def _build_session(joined: _JoinedRun, opened: _OpenRun, stop: StopSignal, start
         engine = None
     records = Records(config, inputs.layout, groups, console, started)
     checkpoints = Checkpoints(
-        config,
-        inputs,
-        trainer,
-        stream,
+        config=config,
+        inputs=inputs,
+        trainer=trainer,
+        stream=stream,
         has_engine=engine is not None,
         background=_background_group(config.checkpoint, world),
         say=console.print,
@@ -306,10 +295,7 @@ def _build_session(joined: _JoinedRun, opened: _OpenRun, stop: StopSignal, start
 
 
 def _background_group(checkpoint: CheckpointConfig, world: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Return a group for the thread that saves; None if none does.
-
-    Its collectives must not meet those of the main thread.
-    """
+    """Return a group for the thread that saves, as its collectives must not meet the main thread's; or None."""
     from megatron_dppo.mcore.setup import new_background_group
 
     saves_in_background = checkpoint.async_save or checkpoint.save_every_minutes is not None

@@ -46,14 +46,7 @@ if TYPE_CHECKING:
 def make_samples(
     groups: Sequence[RolloutGroup], train: TrainConfig, reward: RewardConfig, *, has_teacher: bool = False
 ) -> list[TrainingSample]:
-    """Turn scored groups into training samples with the advantages of ``train.advantage``.
-
-    Args:
-        groups: Scored groups.
-        train: Advantage, and whether truncated responses leave the loss.
-        reward: Weights of the parts of rewards.
-        has_teacher: True if a teacher is a signal of its own, also for tokens whose reward failed.
-    """
+    """Turn scored groups into training samples with the advantages of ``train.advantage``."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scales = None
     if any(rollout.completion.past_rewards is not None for rollout in rollouts):
@@ -86,23 +79,16 @@ class StepBatch:
     """Ranks of the tokens that this rank's engine got since the last step, by URL."""
 
 
+@dataclass
 class PolicyUpdater:
     """Updates the policy of this rank, step by step, with the loss of the run.
 
     Long because it is the order of all phases of an update, a few lines for each.
-
-    Args:
-        trainer: Policy of this rank.
-        config: Configuration of the run.
-        teacher: Teacher of a distillation, in the trainer or behind servers.
     """
 
-    def __init__(
-        self, trainer: PolicyTrainer, config: Config, teacher: MegatronTeacher | TeacherServers | None
-    ) -> None:
-        self.trainer = trainer
-        self.config = config
-        self._teacher = teacher
+    trainer: PolicyTrainer
+    config: Config
+    teacher: MegatronTeacher | TeacherServers | None
 
     def step(
         self,
@@ -113,17 +99,10 @@ class PolicyUpdater:
         record: StepRecord | None = None,
         mini_batches: Callable[[int], list[list[int]]] | None = None,
     ) -> list[StepResult]:
-        """Apply one optimizer update per mini-batch and epoch; a collective of all ranks.
+        """Apply one optimizer update per mini-batch and epoch, and return their results; a collective of all ranks.
 
-        Args:
-            batch: Rollouts and samples of this rank.
-            clock: Adds up the seconds of each phase.
-            guard_state: State of the guard over the run; gets the servers that it excludes. None: a step by itself.
-            record: Records what the updates compute for each token. None disables recording.
-            mini_batches: Indices of the rollouts of each mini-batch, by epoch. None shuffles by the run's seed.
-
-        Returns:
-            The result of each update, in order.
+        The state of the guard gets the servers that it excludes; None is a step by itself. ``mini_batches`` returns the
+        indices of the rollouts of each mini-batch of an epoch; None shuffles by the run's seed.
 
         Raises:
             TrainingStopped: The rollouts do not fit the policy, or are no samples of it, and no server without a
@@ -156,7 +135,7 @@ class PolicyUpdater:
     def _open_updater(self, record: StepRecord | None) -> Updater:
         config = self.config
         is_exact = config.distillation.is_exact
-        local_teacher = None if isinstance(self._teacher, TeacherServers) else self._teacher
+        local_teacher = None if isinstance(self.teacher, TeacherServers) else self.teacher
         return Updater(
             self.trainer,
             config.train,
@@ -175,16 +154,16 @@ class PolicyUpdater:
         config, groups = self.config, self.trainer.groups
         # Log-probabilities pi' of the policy, and those of reference and teacher, before the first update.
         samples = updater.add_recomputed(samples, clock)
-        if isinstance(self._teacher, TeacherServers):
+        if isinstance(self.teacher, TeacherServers):
             with clock.part("recompute"):
-                samples = add_teacher_logprobs(samples, self._teacher, groups.replica)
+                samples = add_teacher_logprobs(samples, self.teacher, groups.replica)
 
         # Advantages that need these log-probabilities or the samples of all ranks. Waits for the slowest rank's
         # rollouts.
         metrics: dict[str, float] = {}
         with clock.part("waiting"):
             samples = refine_advantages(samples, rollouts, config.train, config.reward, group=groups.dp)
-            if self._teacher is not None:
+            if self.teacher is not None:
                 if not config.distillation.is_exact:
                     metrics = compute_teacher_metrics(samples, groups)
                 samples = add_distillation_advantages(samples, config.distillation)
@@ -205,13 +184,8 @@ def refine_advantages(
     response's score is added at its last token. Group advantages use the sum over the response. With
     ``train.advantage = "none"`` each token gets its return-to-go (REINFORCE++, arXiv 2501.03262).
 
-    Args:
-        samples: Samples of this rank in the order of the groups, siblings side by side. A penalty needs their
-            ``reference_logprobs``, except on pipeline stages that compute no loss.
-        groups: Their rollouts.
-        train: Advantage and its normalization.
-        reward: KL penalty.
-        group: Data-parallel ranks. None is this rank alone.
+    Siblings are side by side in ``samples``. A penalty needs their ``reference_logprobs``, except on pipeline stages
+    that compute no loss.
     """
     result = list(samples)
     episodes = episode_indices(samples)
@@ -250,18 +224,18 @@ def add_distillation_advantages(
 
 
 def compute_teacher_metrics(samples: Sequence[TrainingSample], groups: ParallelGroups) -> dict[str, float]:
-    """Return ``teacher_reverse_kl``, the mean of log mu - log teacher over all ranks' tokens; a collective.
-
-    Args:
-        samples: Samples that still have ``teacher_logprobs``, on the pipeline stage that computes the loss.
-        groups: Parallel groups of this rank.
-    """
-    # Ranks of a replica have the same samples: one of them reports.
-    is_first = dist.get_rank(groups.tp) == 0 and dist.get_rank(groups.cp) == 0
+    """Return ``teacher_reverse_kl``, the mean of log mu - log teacher over all ranks' tokens; a collective."""
     with_teacher = [sample for sample in samples if sample.teacher_logprobs is not None]
     total = sum(float(_teacher_log_ratio(sample).sum()) for sample in with_teacher)
-    mean = Metric(total, sum(int(sample.loss_mask.sum()) for sample in with_teacher))
-    return reduce_metrics([{"teacher_reverse_kl": mean}], groups.world, contributes=is_first)
+    return _token_mean("teacher_reverse_kl", total, with_teacher, groups)
+
+
+def _token_mean(name: str, total: float, samples: Sequence[TrainingSample], groups: ParallelGroups) -> dict[str, float]:
+    """Return the mean of a number over the tokens of all ranks' samples, of which this rank's have ``total``."""
+    # Ranks of a replica have the same samples: one of them reports.
+    is_first = dist.get_rank(groups.tp) == 0 and dist.get_rank(groups.cp) == 0
+    mean = Metric(total, sum(int(sample.loss_mask.sum()) for sample in samples))
+    return reduce_metrics([{name: mean}], groups.world, contributes=is_first)
 
 
 def _teacher_log_ratio(sample: TrainingSample) -> Tensor:
@@ -285,12 +259,10 @@ def compute_kl_metrics(
     samples: Sequence[TrainingSample], reward: RewardConfig, groups: ParallelGroups
 ) -> dict[str, float]:
     """Return ``kl_in_reward``, the mean KL estimate of all ranks' tokens without ``kl_coef``; a collective."""
-    is_first = dist.get_rank(groups.tp) == 0 and dist.get_rank(groups.cp) == 0
     with_reference = [sample for sample in samples if sample.reference_logprobs is not None]
     # The penalty contains the coefficient, the metric does not.
     total = sum(float(compute_kl_penalty(sample, reward).sum()) for sample in with_reference) / reward.kl_coef
-    mean = Metric(total, sum(int(sample.loss_mask.sum()) for sample in with_reference))
-    return reduce_metrics([{"kl_in_reward": mean}], groups.world, contributes=is_first)
+    return _token_mean("kl_in_reward", total, with_reference, groups)
 
 
 def _whiten(
@@ -316,13 +288,7 @@ def _with_advantages(sample: TrainingSample, values: Tensor, is_scored: bool) ->
 def add_teacher_logprobs(
     samples: Sequence[TrainingSample], servers: TeacherServers, group: ProcessGroup | None
 ) -> list[TrainingSample]:
-    """Return the samples with ``teacher_logprobs`` from servers; a collective of the ranks that share the samples.
-
-    The first of these ranks sends the requests.
-
-    Raises:
-        ServerError: On all of these ranks, when the servers could not score a sample.
-    """
+    """Return the samples with ``teacher_logprobs`` from servers, requested by the group's first rank; a collective."""
 
     def request() -> tuple[list[Tensor], str]:
         try:

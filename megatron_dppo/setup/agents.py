@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from megatron_dppo.config.rollout import AgentConfig
-from megatron_dppo.errors import GenerateError
+from megatron_dppo.functions.packages import load_only
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, Prompt
 
@@ -49,15 +48,5 @@ class AgentPackage(Protocol):
 
 
 def load_agent_package() -> AgentPackage:
-    """Import the package that runs agents.
-
-    Raises:
-        GenerateError: None is installed, or several are.
-    """
-    values = {point.value: point for point in entry_points(group=GROUP, name="agent")}
-    if len(values) != 1:
-        raise GenerateError(
-            f"[agent] needs one package with the entry point agent of {GROUP}, got {sorted(values) or 'none'}. "
-            "Fix: pip install ./packages/agents in a clone of megatron_dppo, and uninstall any other"
-        )
-    return cast(AgentPackage, values.popitem()[1].load())
+    """Import the package that runs agents."""
+    return cast(AgentPackage, load_only(GROUP, "agent", "[agent]"))

@@ -47,16 +47,8 @@ class _NextTokenLogits(NamedTuple):
 class BatchInvariantEngine:
     """``RolloutEngine`` whose calls are collectives of all ranks and return when all responses are complete.
 
-    The ranks of a replica make the same calls. Different data-parallel ranks may pass different prompts, or none.
-
-    Args:
-        trainer: Policy, built with ``rollout.batch_invariant``.
-        hf_config: Transformers configuration of the model.
-        tokenizer: Decodes responses and has the end-of-sequence token.
-        budget: Token budget of a micro-batch.
-
-    Attributes:
-        policy_version: Version of the weights. Set by the publisher; -1 before the first one.
+    The ranks of a replica make the same calls. Different data-parallel ranks may pass different prompts, or none. The
+    publisher sets ``policy_version``, which is -1 before the first weights.
     """
 
     def __init__(self, trainer: PolicyTrainer, hf_config: HfConfig, tokenizer: Tokenizer, budget: int) -> None:
@@ -80,11 +72,7 @@ class BatchInvariantEngine:
         return futures
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Completion]:
-        """Sample one response per prompt.
-
-        Raises:
-            RuntimeError: No weights have been published yet.
-        """
+        """Sample one response per prompt."""
         if self.policy_version < 0:
             raise RuntimeError("BatchInvariantEngine needs published weights before it can sample")
         with PROGRESS.part("rollout"):
@@ -141,11 +129,7 @@ class BatchInvariantEngine:
         raise AssertionError("no sequence is left after the longest limit")
 
     def _forward(self, sequences: Sequence[Sequence[int]]) -> _NextTokenLogits | None:
-        """Run the model over the sequences of all ranks. A collective.
-
-        Returns:
-            None if no rank has a sequence left.
-        """
+        """Run the model over the sequences of all ranks; None if no rank has one left. A collective."""
         # A rank without sequences still needs a sample, as it takes part in the collectives.
         samples = [_last_token_sample(tokens) for tokens in sequences] or [_last_token_sample([0], is_used=False)]
         packed = self._trainer.pack(samples, self._budget)

@@ -81,7 +81,6 @@ KEY_KINDS: dict[str, ChangeKind] = {
 }
 """Patterns of ``section.key``. The first match decides; a key without a match counts as ``results``."""
 
-
 ServedModels = Mapping[str, Mapping[str, Sequence[str]]]
 """Description of the models behind URLs, by ``section.key`` and field. Several servers may have several values."""
 SERVED_WEIGHTS = "weights"
@@ -120,14 +119,9 @@ def find_changes(
     old_contents: Contents | None = None,
     contents: Contents | None = None,
 ) -> list[Change]:
-    """Return every key that differs, sorted.
+    """Return every key that differs, sorted. A key that the version of the run so far did not have has its default.
 
-    Args:
-        before: Configuration of the run so far, as JSON. A key that its version did not have counts as its default.
-        config: Configuration of this start.
-        folder: Working directory of the run so far, which its relative paths start at.
-        old_contents: Its files. None if unknown.
-        contents: Files of this start.
+    Relative paths of the run so far start at ``folder``. Contents are None if they are unknown.
     """
     old = dict(flatten(before))
     new = dict(flatten(config.model_dump(mode="json")))
@@ -151,13 +145,8 @@ _EMPTY: tuple[object, ...] = (None, {}, [])
 def find_content_changes(before: Contents, now: Contents, config: Config, *, with_fixed: bool = False) -> list[Change]:
     """Return every file whose content differs, sorted; at most ``_MAX_FILES`` of a key, and one entry for the others.
 
-    A key is compared if both starts read files for it.
-
-    Args:
-        before: Contents of the run so far.
-        now: Contents of this start.
-        config: Configuration of this start.
-        with_fixed: Also compare the files of ``fixed`` keys. At a resume their prompts are compared instead.
+    A key is compared if both starts read files for it. Those of ``fixed`` keys only ``with_fixed``: at a resume their
+    prompts are compared instead.
     """
     changes = []
     values = dict(flatten(config.model_dump(mode="json")))
@@ -198,12 +187,7 @@ def _short_digest(digest: str | None) -> str:
 def find_served_changes(before: ServedModels, now: ServedModels) -> list[Change]:
     """Return every field of a served model that differs, sorted.
 
-    Fields are compared that both starts know, and only the weights if both have the same kind of digest. A server that
-    is not reachable any more is no change.
-
-    Args:
-        before: Models of the run so far.
-        now: Models of this start.
+    Compared: fields that both starts know, weights with one kind of digest. An unreachable server is no change.
     """
     changes = []
     for key in sorted(before.keys() & now.keys()):
@@ -243,17 +227,11 @@ def _is_harmless(key: str, old: Mapping[str, object], new: Mapping[str, object])
 
 
 def check_changes(changes: list[Change], checkpoint: Path, *, accepted: bool | Collection[str]) -> None:
-    """Refuse to continue a run with other settings or files.
-
-    Args:
-        changes: Differences from the run so far.
-        checkpoint: Checkpoint to resume from.
-        accepted: Keys that may differ. True accepts all.
-
-    Raises:
-        CheckpointError: A key that changes the results differs. The message lists all of them, old and new.
-    """
-    refused = [change for change in changes if change.kind == "results" and not is_accepted(change, accepted)]
+    """Refuse to continue a run with other settings or files."""
+    if accepted is True:
+        return
+    keys_accepted = accepted or ()
+    refused = [change for change in changes if change.kind == "results" and change.key not in keys_accepted]
     if refused:
         listed = "\n".join(f"  {change}" for change in refused)
         keys = ",".join(dict.fromkeys(change.key for change in refused))
@@ -263,11 +241,6 @@ def check_changes(changes: list[Change], checkpoint: Path, *, accepted: bool | C
             "Fix: restore the old ones, or use another run.output_dir. To resume with the new ones: --allow-changed "
             f"{keys}"
         )
-
-
-def is_accepted(change: Change, accepted: bool | Collection[str]) -> bool:
-    """Return True if ``checkpoint.accept_changes`` accepts a change."""
-    return accepted if isinstance(accepted, bool) else change.key in accepted
 
 
 def _shown(value: object) -> str:

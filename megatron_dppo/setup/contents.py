@@ -42,15 +42,11 @@ class ReadContents(NamedTuple):
 
 
 def read_contents(values: Mapping[str, object]) -> ReadContents:
-    """Read every file and folder that a configuration names, and the modules beside the files of user functions.
-
-    Args:
-        values: Configuration as nested tables.
-    """
+    """Read every file and folder that a configuration names, and the modules beside the files of user functions."""
     contents: dict[str, dict[str, str]] = {}
     notes = []
     for key, value in flatten(values):
-        if not _is_read(key):
+        if key.startswith(("run.", "log.", "checkpoint.", "rollout.weight_sync.")):
             continue
         if is_function_key(key) and isinstance(value, str) and is_function_name(value):
             contents[key], elsewhere = _function_files(value)
@@ -124,10 +120,6 @@ def _digest_or_none(file: Path) -> str | None:
         return None
 
 
-def _is_read(key: str) -> bool:
-    return not key.startswith(("run.", "log.", "checkpoint.", "rollout.weight_sync."))
-
-
 def same_value(
     old: object,
     new: object,
@@ -137,12 +129,8 @@ def same_value(
 ) -> bool:
     """Return True if two values of a key are equal, name the same path, or name paths with the same content.
 
-    Args:
-        old: Value of the run so far.
-        new: Value of this start, relative to the working directory if it is a relative path.
-        folder: Folder that ``old`` is relative to, if it is a relative path.
-        before: Files of ``old`` when it was used, as in ``Contents``. None if unknown.
-        now: Files of ``new``.
+    A relative path starts at ``folder`` in ``old`` and at the working directory in ``new``. ``before`` and ``now`` have
+    their files, as in ``Contents``; None if they are unknown.
     """
     if old == new:
         return True

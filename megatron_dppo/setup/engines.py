@@ -9,20 +9,22 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
 from megatron_dppo.config.model import LoraConfig
-from megatron_dppo.config.rollout import RolloutConfig
+from megatron_dppo.config.rollout import PerturbationConfig, RolloutConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.engines.client_processes import ClientProcesses, ClientProcessSettings
 from megatron_dppo.engines.local.engine import LocalEngine
+from megatron_dppo.engines.local.perturbation import Perturbation
 from megatron_dppo.engines.server_engine import ServerEngine, build_contract
 from megatron_dppo.engines.serving.command import read_api_key, sglang_targets
 from megatron_dppo.export.adapter_folder import adapter_config
+from megatron_dppo.functions.packages import load_only
 from megatron_dppo.parallel.objects import is_leader
 from megatron_dppo.parallel.platform import DTYPES, Platform, coarser
 from megatron_dppo.process.marker import first_start
@@ -33,7 +35,6 @@ from megatron_dppo.rollout.turns import GenerateFunction, load_generate
 from megatron_dppo.setup.agents import load_agent_package
 from megatron_dppo.setup.batch_invariant_engine import BatchInvariantEngine
 from megatron_dppo.setup.inputs import Inputs
-from megatron_dppo.setup.perturbation import open_perturbation
 from megatron_dppo.setup.server_checks import served_quantization
 from megatron_dppo.types import SamplingParams
 from megatron_dppo.types.model_folder import HfConfig, Tokenizer
@@ -51,12 +52,18 @@ if TYPE_CHECKING:
     from megatron_dppo.weights.publish import Publisher
 
 
-def open_scorer(config: Config) -> RewardScorer:
-    """Return the scorer of ``[reward]``; no process starts before the first sample.
+def open_perturbation(config: PerturbationConfig) -> Perturbation | None:
+    """Return the perturbation of ``[rollout.perturbation]``; None if no key is set."""
+    if not config.is_active:
+        return None
+    return cast(
+        Perturbation,
+        load_only("megatron_dppo.perturbations", "perturbation", "[rollout.perturbation]")(**config.model_dump()),
+    )
 
-    Raises:
-        RewardError: A function, its signature or its options are invalid, or the labels that it needs are missing.
-    """
+
+def open_scorer(config: Config) -> RewardScorer:
+    """Return the scorer of ``[reward]``; no process starts before the first sample."""
     return build_scorer(
         config.reward,
         config.rollout,
@@ -85,11 +92,7 @@ def greedy_sampling_params(rollout: RolloutConfig, seed: int) -> SamplingParams:
 
 
 def connect_servers(rollout: RolloutConfig) -> list[InferenceServer]:
-    """Return a client for each server of the run, without sending anything. Empty for the local engine.
-
-    Raises:
-        ConfigError: An API key is missing, or a URL is invalid.
-    """
+    """Return a client for each server of the run, without sending anything. Empty for the local engine."""
     if rollout.engine == "local":
         return []
     servers, key = rollout.servers, _key(rollout)
@@ -140,14 +143,7 @@ def _client_processes(
 
 @contextmanager
 def open_generate_function(config: Config) -> Iterator[GenerateFunction | None]:
-    """Yield the user's ``rollout.generate`` or the agent of ``[agent]``, and close the agent at the end.
-
-    Yields:
-        None if neither is configured.
-
-    Raises:
-        GenerateError: The function cannot be loaded.
-    """
+    """Yield the user's ``rollout.generate`` or the agent of ``[agent]``, and close the agent at the end; or None."""
     if config.agent.is_set:
         # Read at the first episode: the folder of the run is opened after the agent.
         now = partial(first_start, Path(config.run.output_dir))
@@ -173,20 +169,9 @@ def build_engine(
     servers: Sequence[InferenceServer],
     function: GenerateFunction | None,
 ) -> RolloutEngine | None:
-    """Return the engine that samples for this rank.
+    """Return the engine that samples for this rank; None if it receives the rollouts of its replica's leader.
 
-    Args:
-        rollout: ``[rollout]``.
-        train: ``[train]``.
-        inputs: Tokenizer and sizes of the model.
-        trainer: Policy of this rank.
-        platform: Platform of the local engine.
-        servers: Result of ``connect_servers``.
-        function: Result of ``open_generate_function``.
-
-    Returns:
-        None on ranks that receive their rollouts from the leader of their replica. With ``rollout.batch_invariant`` all
-        ranks of a replica sample together, and every rank has an engine.
+    With ``rollout.batch_invariant`` all ranks of a replica sample together, and every rank has an engine.
     """
     if rollout.batch_invariant:
         return BatchInvariantEngine(trainer, inputs.hf_config, inputs.tokenizer, train.micro_batch_tokens)
@@ -207,17 +192,7 @@ def build_sampling_engine(
     *,
     ranks: tuple[int, int] = (0, 1),
 ) -> LocalEngine | ServerEngine:
-    """Return an engine that has no weights yet and needs no trainer.
-
-    Args:
-        rollout: ``[rollout]``.
-        hf_config: Transformers configuration of the model.
-        tokenizer: Tokenizer of the model.
-        device: Device of the local engine.
-        servers: Result of ``connect_servers``.
-        function: Result of ``open_generate_function``.
-        ranks: Data-parallel index of this rank, and number of ranks that send requests to the servers.
-    """
+    """Return an engine without weights. ``ranks`` are this rank's index and the number of ranks that send requests."""
     if rollout.engine == "local":
         return LocalEngine(
             hf_config,
@@ -257,14 +232,7 @@ def _request_spread(rollout: RolloutConfig, servers: int, rank: int, ranks: int)
 def build_weight_sync(
     config: Config, hf_config: HfConfig, device: torch.device, sharing: MemorySharing | None = None
 ) -> WeightSync:
-    """Return the sync that sends weights to the servers, with separate clients.
-
-    Args:
-        config: Configuration of the run.
-        hf_config: Transformers configuration of the model.
-        device: Device of the buckets.
-        sharing: Memory sharing of the method ``ipc``. None for the other methods.
-    """
+    """Return the sync that sends weights to the servers, with separate clients."""
     settings = config.rollout.weight_sync
     return WeightSync(
         connect_servers(config.rollout),

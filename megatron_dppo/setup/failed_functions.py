@@ -19,12 +19,7 @@ AGENT_KEYS = ("agent.function", "agent.command", "rollout.generate")
 
 
 class FunctionsFailed(TrainingStopped):
-    """A step in which too many calls of user functions failed.
-
-    Args:
-        message: Text for the user.
-        keys: Patterns of the keys that name the functions.
-    """
+    """A step in which too many calls of user functions failed."""
 
     def __init__(self, message: str, keys: tuple[str, ...]) -> None:
         super().__init__(message)
@@ -41,13 +36,7 @@ def failed_keys(error: UserError) -> tuple[str, ...]:
 
 
 def record_failed_functions(folder: Path, step: int, keys: tuple[str, ...]) -> None:
-    """Write the record of a stop.
-
-    Args:
-        folder: Folder of the run.
-        step: Rollout steps done.
-        keys: Result of ``failed_keys``.
-    """
+    """Write the record of a stop."""
     write_synced(folder / FAILED_FUNCTIONS, json.dumps({"step": step, "keys": list(keys)}) + "\n")
 
 

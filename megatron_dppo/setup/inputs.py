@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from operator import attrgetter
 from pathlib import Path
 
 from torch.distributed import ProcessGroup
@@ -82,11 +83,7 @@ class PartialModelInputs:
 
 
 def read_inputs(config: Config, world_size: int) -> Inputs:
-    """Read model folder and data, and check that everything fits together.
-
-    Raises:
-        UserError: All problems at once.
-    """
+    """Read model folder and data, and check that everything fits together."""
     problems = ErrorCollector()
     model = read_model(config, world_size, problems)
     data = read_data(config, model, problems)
@@ -106,10 +103,7 @@ def resolve_num_steps(config: Config, inputs: DataSets) -> Config:
 
 
 def read_model(config: Config, world_size: int, problems: ErrorCollector) -> PartialModelInputs:
-    """Read the model's configuration and tokenizer, and check its files and the layout.
-
-    Problems are added to ``problems``.
-    """
+    """Read the model's configuration and tokenizer, check files and layout, and add problems to ``problems``."""
     errors = ErrorCollector()
     hf_config = errors.attempt(read_hf_config, config.model.path)
     if hf_config is not None and config.model.provider == "megatron-bridge":
@@ -138,10 +132,7 @@ def read_model(config: Config, world_size: int, problems: ErrorCollector) -> Par
 
 
 def read_data(config: Config, model: PartialModelInputs, problems: ErrorCollector) -> DataSets | None:
-    """Read and tokenize the data. Return None if the data or the model have problems.
-
-    Problems of the data are added to ``problems``.
-    """
+    """Read and tokenize the data, and add its problems. Return None if the data or the model have problems."""
     reader = PromptReader(config, model.tokenizer, model.context_length)
     train = problems.attempt(reader.read, config.data.train, "train", "train")
     named = {"": config.data.eval} if isinstance(config.data.eval, str) else config.data.eval or {}
@@ -162,14 +153,7 @@ def read_data(config: Config, model: PartialModelInputs, problems: ErrorCollecto
 def share_inputs(config: Config, model: ModelInputs, inputs: Inputs | None, group: ProcessGroup) -> Inputs:
     """Return the inputs of this rank with the data sets of rank 0. A collective of all ranks.
 
-    Afterwards every rank holds all prompts, packed: the leaders use the prompts of their rollouts, and all ranks count
-    positions in the same stream.
-
-    Args:
-        config: Configuration, the same on all ranks.
-        model: Inputs that this rank has read.
-        inputs: Inputs that rank 0 has read, data included. None on the other ranks.
-        group: CPU group of all ranks.
+    Every rank holds all prompts, packed: leaders use those of their rollouts, and all count positions in one stream.
     """
 
     def read() -> tuple[PromptDataset, dict[str, PromptDataset], Pairs | None, str]:
@@ -265,55 +249,41 @@ def _check_vocabulary(path: str, tokenizer: Tokenizer, hf_config: HfConfig) -> N
 
 def family_problems(rollout: RolloutConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[ConfigError]:
     """Yield settings that models of this family do not support."""
-    perturbation = rollout.perturbation
-    for key, value, has_it, reason in (
+    has_windows = bool(shape.window_layers)
+    has_state_dtype = rollout.perturbation.state_dtype != "fp32"
+    for key, has_it, reason in (
+        ("batch_invariant", shape.has_latent_attention, "its attention kernel is for grouped queries; use false"),
+        ("batch_invariant", shape.linear is not None, "linear attention has no batch-invariant kernel; use false"),
         (
-            "rollout.batch_invariant",
-            rollout.batch_invariant,
-            shape.has_latent_attention,
-            "its attention kernel is for grouped queries; use false",
-        ),
-        (
-            "rollout.batch_invariant",
-            rollout.batch_invariant,
-            shape.linear is not None,
-            "linear attention has no batch-invariant kernel; use false",
-        ),
-        (
-            "rollout.batch_invariant",
-            rollout.batch_invariant,
-            bool(shape.window_layers) or shape.has_attention_sinks,
+            "batch_invariant",
+            has_windows or shape.has_attention_sinks,
             "its attention kernel has neither windows nor sinks; use false",
         ),
         (
-            "rollout.engine",
-            rollout.engine,
+            "engine",
             # SGLang has windows for gpt-oss, the family with sinks.
-            rollout.engine == "sglang" and bool(shape.window_layers) and not shape.has_attention_sinks,
+            rollout.engine == "sglang" and has_windows and not shape.has_attention_sinks,
             "SGLang computes its layers without their sliding window; use 'vllm' or 'local'",
         ),
         (
-            "rollout.engine",
-            rollout.engine,
+            "engine",
             # Its loader copies past the ones that a reload counts (gpt_oss.py, line 1220; layerwise.py, line 266).
             rollout.engine == "vllm" and shape.has_attention_sinks,
             "vLLM 0.32 keeps the old experts and sinks of such a model in an update; use 'sglang' or 'local'",
         ),
         (
-            "rollout.perturbation.router_noise",
-            perturbation.router_noise,
+            "perturbation.router_noise",
             shape.has_router_bias,
             "the noise is for routers that choose by a softmax; use 0",
         ),
         (
-            "rollout.perturbation.state_dtype",
-            "" if perturbation.state_dtype == "fp32" else perturbation.state_dtype,
-            shape.linear is None,
+            "perturbation.state_dtype",
+            shape.linear is None and has_state_dtype,
             "it has no linear attention, so no recurrent states; remove it",
         ),
     ):
-        if value and has_it:
-            yield ConfigError(f"{key} = {value!r} with a model of type {shape.family!r}: {reason}")
+        if has_it and (value := attrgetter(key)(rollout)):
+            yield ConfigError(f"rollout.{key} = {value!r} with a model of type {shape.family!r}: {reason}")
     experts = {"gate_proj", "up_proj", "down_proj"} & set(lora.target_modules)
     if lora.rank and experts and get_family(shape).fused_experts.is_interleaved:
         yield ConfigError(
@@ -325,16 +295,8 @@ def family_problems(rollout: RolloutConfig, lora: LoraConfig, shape: ModelShape)
 class PromptReader:
     """Reader of prompts from the sources of the configuration.
 
-    Without a tokenizer or a context length it reads the files only to find their problems.
-
-    Args:
-        config: Configuration of the run.
-        tokenizer: Tokenizer of the model. None if it could not be loaded.
-        context_length: Positions of the model. None if its configuration could not be read.
-        now: Date that the chat template sees. None is that of the run that this start begins or resumes.
-
-    Attributes:
-        summary: One line for each source that was read.
+    Without a tokenizer or a context length it reads the files only to find their problems. Without ``now`` the chat
+    template sees the date of the run that this start begins or resumes. ``summary`` has one line for each source.
     """
 
     def __init__(
@@ -349,11 +311,7 @@ class PromptReader:
     def read(
         self, source: str | Sequence[str], split: Split, name: str, *, in_order: bool = False
     ) -> PromptDataset | None:
-        """Return the prompts of a source. Prompts of ``train`` are shuffled with ``run.seed`` unless ``in_order``.
-
-        Raises:
-            DataError: See ``load_rows`` and ``PromptDataset``.
-        """
+        """Return the prompts of a source. Prompts of ``train`` are shuffled with ``run.seed`` unless ``in_order``."""
         config, data = self._config, self._config.data
         listed = [source] if isinstance(source, str) else list(source)
         names = name_sources([*listed, *data.names])
@@ -427,13 +385,7 @@ class PromptReader:
 
 
 def _describe_numbers(loaded: LoadedRows, num_used: int, prompts: PromptDataset) -> str:
-    """Return the numbers of prompts, and of rows that were left out or cut.
-
-    Args:
-        loaded: Rows of the source.
-        num_used: Rows of these that became prompts.
-        prompts: The prompts.
-    """
+    """Return the numbers of prompts, and of rows that were left out or cut."""
     parts = [f"{len(prompts)} prompts"]
     if repeated := loaded.num_read - len(loaded.rows):
         parts.append(f"{repeated} repeated rows dropped")

@@ -30,16 +30,7 @@ class LocalEngineMemory(NamedTuple):
         layout: Layout,
         longest_prompt: int | None = None,
     ) -> LocalEngineMemory:
-        """Return the memory that the local engine takes beside training.
-
-        Args:
-            rollout: ``[rollout]``.
-            data: ``[data]``.
-            hf_config: Transformers config of the model.
-            parameters: Parameters of the model.
-            layout: Layout of the run.
-            longest_prompt: Tokens of the longest prompt. None takes ``data.max_prompt_tokens``.
-        """
+        """Return the memory that the local engine takes beside training."""
         if rollout.engine != "local" or rollout.batch_invariant:
             return cls(0, 0)
         size = DTYPES[rollout.dtype].itemsize

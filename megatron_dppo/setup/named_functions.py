@@ -38,17 +38,7 @@ def named_functions(config: Config) -> dict[str, str]:
 
 
 def require_permission(config: Config, sections: Collection[str], command: str, *, is_given: bool) -> None:
-    """Check that a command may execute the functions that it needs.
-
-    Args:
-        config: Configuration of a run or a file.
-        sections: Sections whose functions the command executes.
-        command: Name of the command.
-        is_given: True with the option ``--run-functions``.
-
-    Raises:
-        ConfigError: It needs a function, and the option is not given.
-    """
+    """Check that a command may execute the functions that it needs."""
     needed = [f"{key} = {name!r}" for key, name in named_functions(config).items() if key.split(".")[0] in sections]
     if needed and not is_given:
         raise ConfigError(

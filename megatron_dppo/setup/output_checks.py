@@ -53,11 +53,6 @@ def _find_folder_problem(folder: Path) -> str | None:
     return None
 
 
-def weights_bytes(model: ModelConfig, inputs: ModelInputs) -> int:
-    """Return the bytes of the weights in the dtype of training."""
-    return inputs.num_parameters * DTYPES[model.dtype].itemsize
-
-
 def checkpoint_bytes(model: ModelConfig, lora: LoraConfig, inputs: ModelInputs) -> int:
     """Estimate the bytes of one checkpoint: trained parameters, their fp32 copy and two moments."""
     return num_trained_parameters(lora, inputs) * (DTYPES[model.dtype].itemsize + _OPTIMIZER_BYTES)
@@ -104,7 +99,7 @@ def run_bytes(config: Config, inputs: ModelInputs) -> int:
         + _LOGS
     )
     total += parameters * 4 * (config.warmup.num_steps > 0)  # base/
-    total += weights_bytes(config.model, inputs) * checkpoint.export_hf
+    total += parameters * DTYPES[config.model.dtype].itemsize * checkpoint.export_hf
     total += num_trained_parameters(config.lora, inputs) * DTYPES[config.model.dtype].itemsize * (config.lora.rank > 0)
     if config.rollout.engine != "local" and config.rollout.weight_sync.method == "disk":
         total += 2 * parameters * DTYPES[config.rollout.dtype].itemsize

@@ -29,10 +29,9 @@ from megatron_dppo.parallel.platform import Platform, count_local_processes, req
 from megatron_dppo.report.sinks import require_sinks
 from megatron_dppo.report.steps.files import require_pyarrow
 from megatron_dppo.setup.agents import load_agent_package
-from megatron_dppo.setup.engines import connect_servers, open_generate_function, open_scorer
+from megatron_dppo.setup.engines import connect_servers, open_generate_function, open_perturbation, open_scorer
 from megatron_dppo.setup.inputs import Inputs, ModelInputs, read_data, read_model, resolve_num_steps, share_inputs
 from megatron_dppo.setup.output_checks import output_problems, space_problems
-from megatron_dppo.setup.perturbation import open_perturbation
 from megatron_dppo.setup.run_folder import check_output_dir, foreign_files
 from megatron_dppo.setup.server_checks import check_served_model, check_servers, find_stopped, find_sync_host_problem
 from megatron_dppo.setup.teacher_setup import teacher_problems, teacher_servers
@@ -178,11 +177,7 @@ def _reward(start: Start) -> Iterable[UserError]:
 
 
 def check_flags(model: ModelConfig, train: TrainConfig) -> None:
-    """Check that Megatron has the flags of ``model.transformer``.
-
-    Raises:
-        ConfigError: A flag does not exist.
-    """
+    """Check that Megatron has the flags of ``model.transformer``."""
     if model.transformer:
         from megatron_dppo.mcore.shims import apply_shims
 
@@ -288,9 +283,7 @@ def _space(start: Start) -> Iterable[UserError]:
 
 def _sinks(start: Start) -> Iterable[UserError]:
     log = start.config.log
-    require_sinks(
-        tensorboard=log.tensorboard, wandb_project=log.wandb_project, offline=log.offline, trackers=log.trackers
-    )
+    require_sinks(log)
     if log.rollouts_every:
         require_pyarrow(f"log.rollouts_every = {log.rollouts_every}")
     return ()
@@ -371,16 +364,7 @@ def find_problems(start: Start) -> list[UserError]:
 
 
 def require_inputs(start: Start, errors: Sequence[UserError], group: ProcessGroup | None = None) -> Inputs:
-    """Return the inputs of the run, with the data sets of rank 0, if no rank has a problem.
-
-    Args:
-        start: State after ``find_problems``.
-        errors: Result of ``find_problems`` on this rank.
-        group: CPU group of all ranks; the call is a collective then. None checks this process alone.
-
-    Raises:
-        UserError: On every rank, the problems of all ranks.
-    """
+    """Return the inputs with the data sets of rank 0; a UserError on every rank if one has a problem."""
     texts_by_rank = all_gather_objects([str(error) for error in errors], group)
     if len(texts_by_rank) > 1:
         by_text = {str(error): error for error in errors}

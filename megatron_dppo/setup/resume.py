@@ -105,21 +105,8 @@ def find_resume_point(
 ) -> ResumePoint | None:
     """Return the newest checkpoint with intact files and finite weights; a collective of all ranks.
 
-    Without a checkpoint in the run's folder it is that of ``checkpoint.fork_from``.
-
-    Args:
-        config: Configuration of this start.
-        inputs: Its model and data.
-        contents: Its files, as rank 0 read them.
-        served: The models behind its URLs, as rank 0 read them. None compares none.
-
-    Returns:
-        None if there is no checkpoint at all.
-
-    Raises:
-        DataError: ``metrics.jsonl``, which the run appends to, is not a file.
-        CheckpointError: There are checkpoints but none is usable. Or the usable one has another model, seed or data, a
-            layout that Megatron cannot reshard from, or other settings (``setup/changes.py``).
+    Without a checkpoint in the run's folder it is that of ``checkpoint.fork_from``. ``contents`` and ``served`` are of
+    this start, as rank 0 read them.
     """
     from megatron_dppo.mcore.checkpoint.save_load import read_state
     from megatron_dppo.parallel.objects import broadcast_object, run_on_leader
@@ -178,11 +165,7 @@ def _has_same_stream(
     *,
     is_fork: bool,
 ) -> bool:
-    """Return True if model, seed and data are those of the checkpoint. A fork may have another seed and other data.
-
-    Raises:
-        CheckpointError: They differ, and are not of a fork.
-    """
+    """Return True if model, seed and data are those of the checkpoint. A fork may have another seed and other data."""
     differing = [key for key, value in identity.items() if state["identity"][key] != value]
     if refused := [key for key in differing if key == "model" or not is_fork]:
         key = refused[0]
@@ -199,11 +182,7 @@ def _has_same_stream(
 def _has_same_layout(
     saved: Mapping[str, object], checkpoint: Path, current: Mapping[str, object], *, has_chunks: bool
 ) -> bool:
-    """Return True if the current layout is the one saved in the checkpoint.
-
-    Raises:
-        CheckpointError: Megatron cannot reshard the checkpoint to the layout.
-    """
+    """Return True if the current layout is the one saved in the checkpoint."""
     splits = [str(layout["layout"]).partition(_SPLIT)[2] for layout in (saved, current)]
     if has_chunks and splits[0] != splits[1]:
         raise CheckpointError(
@@ -225,7 +204,8 @@ def _find_changes(state: Mapping[str, Any], checkpoint: Path, config: Config, co
     """Return the configuration keys and files that differ from the run that wrote a checkpoint."""
     folder = state.get("cwd")
     if folder is None:  # written by an older version
-        before = [start for start in read_starts(checkpoint.parent.parent) if _resumed_step(start) < state["step"]]
+        starts = read_starts(checkpoint.parent.parent)
+        before = [start for start in starts if (start.get("resumed_step") or 0) < state["step"]]
         folder = before[-1].get("cwd") if before else None
     saved = state.get("contents", {})
     changes = find_changes(state["config"], config, Path(folder or ""), saved, contents)
@@ -243,10 +223,6 @@ def _find_changes(state: Mapping[str, Any], checkpoint: Path, config: Config, co
     return sorted(changes, key=lambda change: (change.key, change.file))
 
 
-def _resumed_step(start: Mapping[str, Any]) -> int:
-    return int(start.get("resumed_step") or 0)
-
-
 def _world() -> ProcessGroup | None:
     import torch.distributed as dist
 
@@ -254,11 +230,7 @@ def _world() -> ProcessGroup | None:
 
 
 def _fork_point(checkpoint: CheckpointConfig) -> Path:
-    """Return the checkpoint of another run that this one starts from.
-
-    Raises:
-        CheckpointError: It is not a checkpoint, or it is damaged.
-    """
+    """Return the checkpoint of another run that this one starts from."""
     path = str(checkpoint.fork_from)
     folder = Path(path)
     if not folder.is_dir():
@@ -283,13 +255,7 @@ CANNOT_RESHARD = {
 def find_usable_checkpoint(
     folder: Path, *, accept_unverified: bool = False
 ) -> tuple[Path | None, list[SkippedCheckpoint]]:
-    """Return the checkpoint to resume from, and the newer ones that are skipped; a collective of all ranks.
-
-    The ranks share the reading. The checkpoint is None if the folder has none at all.
-
-    Raises:
-        CheckpointError: There are checkpoints, and none can be used.
-    """
+    """Return the checkpoint to resume from, None without any, and the newer ones that are skipped; a collective."""
     import torch.distributed as dist
 
     from megatron_dppo.mcore.checkpoint.save_load import checkpoints

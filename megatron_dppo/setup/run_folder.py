@@ -40,39 +40,25 @@ from megatron_dppo.setup.failed_functions import FAILED_FUNCTIONS
 OLD = "old"
 UNSAVED = "unsaved"
 """Folder with the metrics of starts that left no checkpoint."""
+_WRITTEN_ASIDE = (FAILED_FUNCTIONS, "tracker_steps.json", "base", "hf", "hf-adapter")
+"""Names that a run writes under another one first."""
+_LOGS = ("metrics.jsonl", "samples.jsonl", "trackers.json")
 RUN_FILES = (
     "config.toml",
     "starts.jsonl",
-    FAILED_FUNCTIONS,
-    f"{FAILED_FUNCTIONS}.partial",
-    "metrics.jsonl",
-    "metrics.jsonl.partial",
-    "metrics.jsonl.damaged",
     UNSAVED,
-    "samples.jsonl",
-    "samples.jsonl.partial",
-    "samples.jsonl.damaged",
+    *(f"{name}{end}" for name in _LOGS for end in ("", ".partial", ".damaged")),
+    *(f"{name}{end}" for name in _WRITTEN_ASIDE for end in ("", ".partial")),
     "summary.json",
     "curves.png",
     "report.html",
     "rollouts",
     "checkpoints",
-    "base",
-    "base.partial",
-    "hf",
-    "hf-adapter",
-    "hf-adapter.partial",
-    "hf.partial",
     "weights",
     "tensorboard",
     "wandb",
     "swanlab",
     "comet_ml",
-    "trackers.json",
-    "trackers.json.partial",
-    "trackers.json.damaged",
-    "tracker_steps.json",
-    "tracker_steps.json.partial",
 )
 """Names that a run writes, besides the marker, the lock and ``old``.
 
@@ -85,21 +71,13 @@ class OpenFolder:
     """Output folder of a run, locked and prepared."""
 
     notes: list[str]
-    """Messages for the user, one line each."""
     lock: FolderLock | None
     """None on all ranks but 0."""
 
 
 @contextmanager
 def open_folder(config: Config) -> Iterator[OpenFolder]:
-    """Lock the output folder and prepare it for the run, and unlock it at the end. A collective of all ranks.
-
-    Yields:
-        The folder.
-
-    Raises:
-        ConfigError: On every rank: the folder is in use, cannot be written, or holds files that are not a run's.
-    """
+    """Lock the output folder and prepare it for the run, and unlock it at the end. A collective of all ranks."""
     folder = Path(config.run.output_dir)
     lock: list[FolderLock] = []
 
@@ -122,12 +100,7 @@ def open_folder(config: Config) -> Iterator[OpenFolder]:
 
 
 def check_output_dir(config: Config) -> None:
-    """Check that a run may write to its output folder. Creates and changes nothing.
-
-    Raises:
-        ConfigError: The folder is the root or the home folder, is a file, or holds the model or the data under a name
-            that the run writes.
-    """
+    """Check that a run may write to its output folder. Creates and changes nothing."""
     folder = Path(config.run.output_dir)
     resolved = folder.resolve()
     if resolved in (Path(resolved.anchor), Path(os.path.expanduser("~")).resolve()):

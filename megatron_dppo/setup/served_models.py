@@ -56,12 +56,7 @@ class ReadServedModels(NamedTuple):
 
 
 def read_served_models(distillation: DistillationConfig, reward: RewardConfig) -> ReadServedModels:
-    """Ask every teacher, judge and reward model that the configuration names for its model. Nothing is sampled.
-
-    Args:
-        distillation: ``[distillation]``.
-        reward: ``[reward]``.
-    """
+    """Ask every teacher, judge and reward model that the configuration names for its model. Nothing is sampled."""
     models = {}
     notes = []
     for servers in _find_servers(distillation, reward):

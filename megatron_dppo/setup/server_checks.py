@@ -60,16 +60,9 @@ def find_stopped(urls: Sequence[str]) -> list[str]:
 def check_servers(
     config: Config, inputs: Inputs | None, *, generating: bool, skipped: Collection[str] = ()
 ) -> ServerCheckResult:
-    """Check every inference server against the requirements of the run.
+    """Check every inference server against the requirements of the run, but for those in ``skipped``.
 
-    Args:
-        config: Configuration of the run.
-        inputs: Model and data. None if they have problems.
-        generating: Also send a generation request.
-        skipped: URLs of servers that are not checked.
-
-    Returns:
-        No problems for the local engine.
+    With ``generating`` it also sends a generation request. The local engine has no problems.
     """
     if config.rollout.engine == "local":
         return ServerCheckResult([], usable=True)
@@ -95,10 +88,7 @@ def check_servers(
 
 
 def find_sync_host_problem(rollout: RolloutConfig) -> str | None:
-    """Return why servers cannot reach rank 0, which runs here, at ``rollout.weight_sync.host``; None if they may.
-
-    They need it for the method ``distributed`` only.
-    """
+    """Return why servers cannot reach rank 0 at ``rollout.weight_sync.host``, as ``distributed`` needs; or None."""
     if not shares_communicator(rollout):
         return None
     host = rollout.weight_sync.host
@@ -167,14 +157,12 @@ _SUPPORTED = (
     "(pack-quantized), whose scales depend on the weights alone; megatron-dppo convert quantize writes both"
 )
 
-
 _FP8 = {
     "weight_block_size": ([BLOCK, BLOCK],),
     "activation_scheme": ("dynamic",),
     "fmt": (None, "e4m3"),
     "scale_fmt": (None, "float"),
 }
-
 
 _INT4 = {
     "num_bits": (4,),
@@ -187,16 +175,11 @@ _INT4 = {
 }
 """Supported values of each key. None: the key may be missing."""
 
-
 _COMPARED_KEYS = ("vocab_size", "hidden_size", "tie_word_embeddings", "architectures")
 
 
 def served_quantization(rollout: RolloutConfig) -> Quantization | None:
-    """Return the quantization of ``rollout.servers.model``. None if the servers have the model's own weights.
-
-    Raises:
-        ConfigError: The folder is missing, is not quantized, or has an unsupported format.
-    """
+    """Return the quantization of ``rollout.servers.model``. None if the servers have the model's own weights."""
     path = rollout.servers.model
     if path is None:
         return None
@@ -216,11 +199,7 @@ def served_quantization(rollout: RolloutConfig) -> Quantization | None:
 
 
 def check_served_model(rollout: RolloutConfig, model: ModelConfig) -> None:
-    """Check that ``rollout.servers.model`` is a copy of the model in a supported quantization.
-
-    Raises:
-        ConfigError: It is another model, or its quantization is not supported.
-    """
+    """Check that ``rollout.servers.model`` is a copy of the model in a supported quantization."""
     path = rollout.servers.model
     if served_quantization(rollout) is None or path is None:
         return

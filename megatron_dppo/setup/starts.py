@@ -40,17 +40,7 @@ def record_start(
 ) -> str:
     """Add a line to ``starts.jsonl`` and write the configuration of this start to ``config.toml`` (rank 0).
 
-    Args:
-        folder: Folder of the run.
-        config: Configuration in force from this start on.
-        world_size: Number of ranks.
-        layout: Parallel layout, as text.
-        resumed_step: Step of the checkpoint that the run resumes from. None starts from the beginning.
-        changes: Keys that differ from the previous start, as text.
-        contents: Files of the configuration.
-
-    Returns:
-        Message about an edited ``config.toml`` that was renamed. Empty if there was none.
+    Return a message about an edited ``config.toml`` that was renamed; empty if there was none.
     """
     config = _with_absolute_folders(config)
     text = dump_toml(config)
@@ -91,13 +81,7 @@ def _with_absolute_folders(config: Config) -> Config:
 
 
 def changes_since_last_start(folder: Path, config: Config, contents: Contents) -> list[Change]:
-    """Return what differs from the last start of the run in a folder. Empty without one.
-
-    Args:
-        folder: Folder of the run.
-        config: Configuration of this start.
-        contents: Its files.
-    """
+    """Return what differs from the last start of the run in a folder. Empty without one."""
     starts = read_starts(folder)
     if not starts:
         return []
@@ -111,16 +95,7 @@ def changes_since_last_start(folder: Path, config: Config, contents: Contents) -
 
 
 def load_run_config(folder: Path, overrides: Sequence[str], *, with_functions: bool = False) -> Config:
-    """Return the configuration of the run in a folder. Relative paths start at the folder where it was started last.
-
-    Args:
-        folder: Folder of the run.
-        overrides: As for ``load_config``.
-        with_functions: As for ``load_config``: False imports nothing that the configuration names.
-
-    Raises:
-        ConfigError: The folder has no run, or its configuration is invalid.
-    """
+    """Return the configuration of the run in a folder. Relative paths start at the folder where it was started last."""
     if not (folder / CONFIG).is_file() or not (folder / MARKER).is_file():
         raise ConfigError(f"{str(folder)!r} is not the folder of a run: {CONFIG} or {MARKER} is missing")
     starts = read_starts(folder)

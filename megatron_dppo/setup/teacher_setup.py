@@ -33,12 +33,7 @@ _MAX_EXAMPLES = 3
 
 
 def teacher_problems(config: Config, policy: ModelInputs) -> Iterable[UserError]:
-    """Return the problems of ``distillation.teacher_path``; none without a teacher.
-
-    Args:
-        config: Configuration of the run.
-        policy: Inputs of the policy's model.
-    """
+    """Return the problems of ``distillation.teacher_path``; none without a teacher."""
     path, problems = config.distillation.teacher_path, ErrorCollector()
     if path is None:
         return []
@@ -47,16 +42,7 @@ def teacher_problems(config: Config, policy: ModelInputs) -> Iterable[UserError]
 
 
 def teacher_servers(distillation: DistillationConfig, *, rank: int = 0, ranks: int = 1) -> TeacherServers | None:
-    """Return the teacher servers of ``distillation.teacher_urls``. None without URLs.
-
-    Args:
-        distillation: ``[distillation]``.
-        rank: Data-parallel index. The ranks start with servers that are evenly spaced.
-        ranks: Data-parallel size.
-
-    Raises:
-        ConfigError: The API key is not in the environment.
-    """
+    """Return the servers of ``distillation.teacher_urls``; ranks start with evenly spaced ones. None without URLs."""
     if not distillation.teacher_urls:
         return None
     return TeacherServers(

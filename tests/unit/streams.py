@@ -155,10 +155,7 @@ def unusable(saved: SchedulerState, was: Mapping[str, Any], config: Config) -> s
         saved,
         was,
         config.train,
-        data=config.data,
-        rollout=config.rollout,
-        agent=config.agent,
-        reward=config.reward,
+        {"data": config.data, "rollout": config.rollout, "agent": config.agent, "reward": config.reward},
     )
 
 

@@ -10,7 +10,6 @@ from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.types.model_folder import HfConfig
 
 MAX_BATCH = 512
-"""Largest number of sequences that are decoded together."""
 MAX_VALUES = 1 << 30
 """Largest number of values in memory for a batch: 4 GiB in fp32. A constant, so that all machines split equally."""
 _DELTA_CHUNK = 64
@@ -57,12 +56,8 @@ class BatchMemory:
     def count(self, *, rows: int, prompts: int, width: int, limit: int, is_padded: bool) -> int:
         """Return the values of attention scores and activations of a layer that reads the prompts, and of the cache.
 
-        Args:
-            rows: Number of responses.
-            prompts: Number of distinct prompts, which are read once.
-            width: Tokens of the longest prompt.
-            limit: Most new tokens of a row.
-            is_padded: True if prompts differ in length. Then each has a mask of all pairs of tokens.
+        Prompts are distinct, the longest of ``width`` tokens; ``limit`` is the most new tokens of a row. With
+        ``is_padded`` prompts differ in length, and each has a mask of all pairs of tokens.
         """
         pairs = prompts * width * width * max(self.score_heads, int(is_padded))
         return pairs + prompts * width * self.width + rows * (width + limit) * self.cached
@@ -80,12 +75,6 @@ def split_batch(
     """Yield the rows of consecutive parts of a batch, each as long as its values stay within a bound.
 
     A part has at least one row. The order is kept: sorted by length, responses to short prompts would come first.
-
-    Args:
-        memory: Sizes of the model.
-        prompts: Token ids of the prompt of each row.
-        limits: Most new tokens of each row.
-        max_values: The bound.
     """
     start = 0
     distinct: set[tuple[int, ...]] = set()

@@ -56,13 +56,7 @@ class Decoded:
         return replace(self, **moved)
 
     def row_columns(self, row: int, length: int, routing_start: int) -> dict[str, Any]:
-        """Return the columns of one response as a ``Generation`` holds them.
-
-        Args:
-            row: Row of the batch.
-            length: Number of response tokens.
-            routing_start: First position of prompt and response whose routes are returned.
-        """
+        """Return the columns of one response as a ``Generation`` holds them."""
         columns: dict[str, Any] = {
             "token_ids": self.tokens[row, :length].int(),
             "logprobs": self.logprobs[row, :length].clone(),
@@ -105,14 +99,7 @@ class DecodeRecord:
         self.topk_logprobs = TOPK_LOGPROBS.new(batch, steps, topk + 1, device=device)
 
     def add(self, step: int, rows: Tensor, sampled: Tensor, distribution: Tensor) -> None:
-        """Record one token of each of some rows.
-
-        Args:
-            step: Index of the token in the responses.
-            rows: Rows of the batch, [b].
-            sampled: Their tokens, [b].
-            distribution: Log-probabilities of all tokens, [b, V].
-        """
+        """Record a token of each of some rows, [b], and the log-probabilities of all tokens, [b, V]."""
         logprobs = distribution.gather(1, sampled[:, None])
         self.tokens[rows, step] = sampled
         self.logprobs[rows, step] = logprobs.squeeze(1)
@@ -176,17 +163,9 @@ class StopCriteria:
             self._extra_end_tokens = torch.tensor(padded, device=device)
 
     def update(self, step: int, rows: Tensor, sampled: Tensor, is_active: Tensor) -> tuple[Tensor, int]:
-        """Return which rows continue after the tokens of ``step``, and their number.
+        """Return which rows continue after the tokens of ``step``, [b], and the number of rows to decode further.
 
-        Args:
-            step: Index of the tokens in the responses.
-            rows: Rows of the batch, [b].
-            sampled: Their tokens, [b].
-            is_active: True for rows that had not ended before, [b].
-
-        Returns:
-            True for each row that continues, [b], and the number of rows to decode further. The number is 0 also if
-            ``should_stop`` stops the others.
+        ``is_active`` [b]: rows that had not ended before. The number is 0 also if ``should_stop`` stops the others.
         """
         is_continuing = is_active & self._continues(step, rows, sampled)
         # Waits for the device, once a step.
@@ -228,22 +207,8 @@ def decode(
 
     Long because one loop changes the whole state of the batch: rows, mask, positions and cache.
 
-    Args:
-        model: A transformers causal language model.
-        prompts: Token ids of at least one prompt; equal prompts share their first forward pass.
-        sampler: Samples the tokens.
-        max_new_tokens: Longest response, for all rows or for each row.
-        end_tokens: Tokens after which a response is complete.
-        pad_token: Any valid token; pads prompts on the left.
-        extra_end_tokens: Further end tokens of each row.
-        topk: K of the recorded Top-K; 0 records none.
-        return_sampling_mask: Record the ids that the filters allow, see ``SamplingParams``.
-        columns: Columns on request to record.
-        recorder: Recorder of the model's routers; None records no routes.
-        should_stop: Called with the rows that have just ended; True stops all other rows.
-
-    Raises:
-        ValueError: A limit is below 1.
+    Equal prompts share their first forward pass; ``pad_token``, any valid token, pads shorter ones on the left. After
+    each step ``should_stop`` is called with the rows that have just ended, and True stops all other rows.
     """
     device = next(model.parameters()).device
     criteria = StopCriteria(end_tokens, max_new_tokens, extra_end_tokens, should_stop, device)
@@ -301,9 +266,7 @@ def _prefill(
 ) -> tuple[Tensor, Any, Tensor, list[Tensor] | None]:
     """Read each distinct prompt once.
 
-    Returns:
-        Logits after the last token [B, V], the key-value cache, the attention mask [B, width], and the routes of each
-        row.
+    Return the logits after the last token [B, V], the key-value cache, the mask [B, width], and the routes by row.
     """
     distinct = {tuple(p): i for i, p in enumerate(dict.fromkeys(tuple(p) for p in prompts))}
     width = max(len(p) for p in distinct)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -38,17 +38,7 @@ class LocalEngine:
     batch, and the tokens that the responses of the call had before. They do not depend on the parts into which a batch
     is split for its memory. A user function has to be deterministic too.
 
-    Args:
-        hf_config: Transformers config of the model.
-        tokenizer: Decodes responses and has the end-of-sequence and padding tokens.
-        dtype: Dtype of this copy of the weights; another one than training's gives a real engine mismatch.
-        device: Device of the copy.
-        max_batch: Maximum number of sequences that are decoded together.
-        function: User function ``rollout.generate``; None for one response per prompt.
-        perturbation: Deliberate differences between the engine and the policy.
-
-    Raises:
-        ConfigError: The perturbation needs a package that is not installed.
+    Another ``dtype`` than training's gives a real engine mismatch.
     """
 
     def __init__(
@@ -93,20 +83,8 @@ class LocalEngine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, stop_token_ids: tuple[int, ...] = ()
     ) -> list[Completion]:
-        """Sample one response per prompt.
-
-        Args:
-            prompts: One for each response.
-            params: Sampling parameters of all responses.
-            stop_token_ids: End tokens in addition to the model's own, without a user function.
-
-        Raises:
-            RuntimeError: ``update_weights`` was never called.
-            ValueError: ``params`` ask a dense model for routed experts.
-            GenerateError: The user function failed.
-        """
-        columns = requested_columns(params)
-        samples = [self._sample(prompt, params, columns) for prompt in prompts]
+        """Sample one response per prompt."""
+        samples = [self._sample(prompt, params) for prompt in prompts]
         for sample in samples:
             sample.stop_token_ids = stop_token_ids
         # Waits behind rollouts that were submitted before.
@@ -172,9 +150,7 @@ class LocalEngine:
         self._held.clear()
         del self._model
 
-    def _sample(
-        self, prompt: Prompt, params: SamplingParams, columns: Mapping[str, tuple[int, ...]]
-    ) -> PendingResponse:
+    def _sample(self, prompt: Prompt, params: SamplingParams) -> PendingResponse:
         if self.policy_version < 0:
             raise RuntimeError("LocalEngine is to sample before the first update_weights")
         if params.routed_experts and self._routing is None:
@@ -182,18 +158,13 @@ class LocalEngine:
         routing = None
         if params.routed_experts and self._routing is not None:
             routing = replace(self._routing, weights=params.router_weights)
-        response = GrowingResponse(
-            prompt.context_ids,
-            routing=routing,
-            sampling_mask=self._reveals_hidden_filter,
-            columns=columns,
-        )
-        return PendingResponse(prompt, response)
+        has_mask = params.return_sampling_mask or self._reveals_hidden_filter
+        columns = requested_columns(replace(params, return_sampling_mask=has_mask))
+        return PendingResponse(prompt, GrowingResponse(prompt.context_ids, routing=routing, columns=columns))
 
     def _restored_samples(self, request: GroupRequest, params: SamplingParams) -> list[PendingResponse]:
         """Return the responses of a group, with the tokens that are held of them."""
-        columns = requested_columns(params)
-        samples = [self._sample(request.prompt, params, columns) for _ in range(request.siblings)]
+        samples = [self._sample(request.prompt, params) for _ in range(request.siblings)]
         held = self._held.get(request.key)
         if held is not None and len(held) != request.siblings:
             raise ValueError(f"group {request.key} is held with {len(held)} responses, not {request.siblings}")
@@ -265,8 +236,7 @@ class LocalEngine:
     ) -> Iterator[Generation]:
         """Decode a batch of requests, in parts that memory has room for.
 
-        The random numbers of a row do not depend on the parts. Those that ``should_stop`` stops (see ``decode``) are
-        aborted, and later parts are left out.
+        Requests that ``should_stop`` stops (see ``decode``) are aborted, and later parts are left out.
         """
         limits = [request.params.max_new_tokens for request in requests]
         initial_state = generator.get_state()
@@ -323,34 +293,23 @@ class LocalEngine:
             ).cpu()
 
 
+@dataclass
 class _PartCallback:
     """``should_stop`` of a part of a batch, called with rows of the part."""
 
-    def __init__(self, should_stop: Callable[[list[int]], bool], first_row: int) -> None:
-        self._should_stop = should_stop
-        self._first_row = first_row
-        self.has_stopped = False
+    should_stop: Callable[[list[int]], bool]
+    first_row: int
+    has_stopped: bool = False
 
     def __call__(self, rows: list[int]) -> bool:
-        self.has_stopped = self._should_stop([self._first_row + row for row in rows])
+        self.has_stopped = self.should_stop([self.first_row + row for row in rows])
         return self.has_stopped
 
 
 def build_generation(
     decoded: Decoded, row: int, request: GenerateRequest, end_tokens: Collection[int], version: int
 ) -> Generation:
-    """Return one decoded row as the response to its request.
-
-    Args:
-        decoded: The batch.
-        row: Row of the request.
-        request: The request.
-        end_tokens: Tokens that end any response, besides those of the request.
-        version: Version of the weights.
-
-    Raises:
-        TrainingStopped: The logits were not finite, so that no token was sampled from them.
-    """
+    """Return one decoded row as the response to its request."""
     limit = request.params.max_new_tokens
     stops = {*end_tokens, *request.stop_token_ids}
     tokens = decoded.tokens[row, :limit].tolist()

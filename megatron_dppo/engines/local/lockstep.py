@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_dppo.rollout.response import GrowingResponse
-from megatron_dppo.rollout.turns import GenerateFunction
-from megatron_dppo.rollout.user_function import run_user_function
+from megatron_dppo.rollout.turns import GenerateFunction, run_user_function
 from megatron_dppo.types import Completion, FinishReason, Prompt, SamplingParams
 from megatron_dppo.types.model_folder import Tokenizer
 from megatron_dppo_engines.server import GenerateRequest, Generation
@@ -27,7 +26,6 @@ class PendingResponse:
     prompt: Prompt
     response: GrowingResponse
     completion: Completion | None = None
-    """The complete response. None if it is not complete."""
     stop_token_ids: tuple[int, ...] = ()
     """End tokens in addition to the model's own, without a user function."""
 
@@ -59,44 +57,26 @@ class _PendingTurn:
     """None cancels the response."""
 
 
+@dataclass
 class LockstepRunner:
     """One run of a user function for each response. Used once.
 
     A round begins when every run that has not ended has a pending turn. So the same function gives the same rounds,
     whatever else it waits for and for how long.
-
-    Args:
-        function: User function ``rollout.generate``.
-        params: Sampling parameters of complete responses.
-        tokenizer: Tokenizer of the model.
-        decode: Samples the turns of a round.
-        target: When to stop, checked between rounds; None to complete all responses.
     """
 
-    def __init__(
-        self,
-        function: GenerateFunction,
-        params: SamplingParams,
-        tokenizer: Tokenizer,
-        decode: DecodeFunction,
-        target: CompletionTarget | None,
-    ) -> None:
-        self._function = function
-        self._params = params
-        self._tokenizer = tokenizer
-        self._decode = decode
-        self._target = target
-        self._pending: dict[tuple[int, int], _PendingTurn] = {}
-        """Pending turns by the indices of the response and of its sequence."""
-        self._changed = asyncio.Event()
-        self._is_stopping = False
+    function: GenerateFunction
+    params: SamplingParams
+    tokenizer: Tokenizer
+    decode: DecodeFunction
+    target: CompletionTarget | None
+    _pending: dict[tuple[int, int], _PendingTurn] = field(default_factory=dict, init=False)
+    """Pending turns by the indices of the response and of its sequence."""
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _is_stopping: bool = field(default=False, init=False)
 
     async def run(self, samples: Sequence[PendingResponse]) -> None:
-        """Complete the samples, or extend them until the target is reached.
-
-        Raises:
-            GenerateError: The function failed; its other runs have been canceled.
-        """
+        """Complete the samples, or extend them until the target is reached."""
         tasks = [asyncio.create_task(self._complete(i, sample)) for i, sample in enumerate(samples)]
         for task in tasks:
             # The end of a run may be what a round waits for.
@@ -104,7 +84,7 @@ class LockstepRunner:
         try:
             while await self._wait_for_round(tasks):
                 # Between rounds only, so that tokens that were decoded are never lost.
-                self._is_stopping = self._is_stopping or (self._target is not None and self._target.is_reached)
+                self._is_stopping = self._is_stopping or (self.target is not None and self.target.is_reached)
                 self._run_round()
         finally:
             for task in tasks:
@@ -117,10 +97,12 @@ class LockstepRunner:
         ) -> FinishReason | None:
             return await self._sample_turn(index, response, limit, stop_token_ids)
 
-        params = sample.prompt.limited(self._params)
-        sample.completion = await run_user_function(self._function, sample, params, self._tokenizer, sample_turn)
-        if sample.completion is not None and self._target is not None:
-            self._target.mark_complete([sample])
+        params = sample.prompt.limited(self.params)
+        sample.completion = await run_user_function(
+            self.function, sample.prompt, sample.response, params, self.tokenizer, sample_turn
+        )
+        if sample.completion is not None and self.target is not None:
+            self.target.mark_complete([sample])
 
     async def _sample_turn(
         self, index: int, response: GrowingResponse, limit: int, stop_token_ids: tuple[int, ...]
@@ -131,7 +113,7 @@ class LockstepRunner:
         key = (index, response.number)
         if key in self._pending:
             raise RuntimeError("turns.sample was called while another turn of the same response was being sampled")
-        request = response.next_request(str(index), self._params, stop_token_ids, limit)
+        request = response.next_request(str(index), self.params, stop_token_ids, limit)
         future: asyncio.Future[Generation | None] = asyncio.get_running_loop().create_future()
         self._pending[key] = _PendingTurn(request, future)
         self._changed.set()
@@ -167,6 +149,6 @@ class LockstepRunner:
         turns = [turn for _, turn in sorted(self._pending.items()) if not turn.generation.done()]
         self._pending.clear()
         requests = [turn.request for turn in turns]
-        generations = [None] * len(turns) if self._is_stopping else self._decode(requests)
+        generations = [None] * len(turns) if self._is_stopping else self.decode(requests)
         for turn, generation in zip(turns, generations, strict=True):
             turn.generation.set_result(generation)

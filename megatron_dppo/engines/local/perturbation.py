@@ -31,15 +31,7 @@ class Perturbation(Protocol):
         """Factor of the temperature that the log-probabilities do not include."""
 
     def apply(self, model: Any, routing: RoutingShape | None, /) -> PerturbedModel:
-        """Change a model in place.
-
-        Raises:
-            ConfigError: A package that it needs is not installed.
-        """
+        """Change a model in place."""
 
     def check(self) -> None:
-        """Check that the packages that it needs can be imported.
-
-        Raises:
-            ConfigError: One cannot.
-        """
+        """Check that the packages that it needs can be imported."""

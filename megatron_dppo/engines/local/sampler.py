@@ -23,11 +23,7 @@ _INVERSION_BLOCK = 1 << 20
 
 
 def build_filters(params: SamplingParams) -> list[Any]:
-    """Return the transforms of fp32 logits in their order, each called with ``(None, scores)``.
-
-    Args:
-        params: Sampling parameters with a temperature above 0.
-    """
+    """Return the transforms of fp32 logits, in order, called with ``(None, scores)``, for a temperature above 0."""
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     filters: list[Any] = []
@@ -47,18 +43,12 @@ class Sampler:
 
     It does not use the global generator: a rollout in a background thread must not change the random state that the
     trainer reads and sets (dropout, recomputation, checkpoints). Each step draws numbers for the complete batch, so
-    that the tokens of a row do not depend on when other rows finish.
+    that the tokens of a row do not depend on when other rows finish. ``first_row`` is the index in this batch of the
+    first row, if the logits are those of a part of the batch.
 
-    Args:
-        params: Sampling parameters. At temperature 0 the sampler returns the most probable token and the
-            log-probabilities of the unchanged logits. Otherwise it applies temperature, top-k, top-p and min-p, in this
-            order.
-        generator: Random generator on the device of the logits.
-        batch: Number of rows for which random numbers are drawn.
-        first_row: Index in this batch of the first row, if the logits are those of a part of the batch.
-        unrecorded_top_p: Top-p filter that the log-probabilities do not include (``rollout.perturbation``).
-        unrecorded_temperature: Factor of the temperature that the log-probabilities do not include.
-        reveals_hidden_filter: Include this filter in the log-probabilities after all; the samples stay the same.
+    At temperature 0 it returns the most probable token and the log-probabilities of the unchanged logits. Otherwise it
+    applies temperature, top-k, top-p and min-p, in this order. Log-probabilities do not include the unrecorded filter
+    and factor of the temperature, but for the filter with ``reveals_hidden_filter``: the samples stay the same.
     """
 
     def __init__(
@@ -89,9 +79,7 @@ class Sampler:
     def __call__(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return a token for each row, [b], and the log-probabilities of all tokens, [b, V].
 
-        Args:
-            logits: Logits of the rows that are left, [b, V].
-            rows: Their indices, counted from ``first_row``, [b].
+        ``rows`` are the indices of the rows that are left, counted from ``first_row``, [b].
         """
         scores = logits.float()
         for apply_filter in self._filters:
@@ -169,13 +157,10 @@ def routers_by_layer(model: Any, shape: RoutingShape) -> dict[int, Module]:
 
 
 class RouteRecorder:
-    """Recorder of the experts that the routers choose in a forward pass.
+    """Recorder of the experts that the routers of a transformers model choose in a forward pass.
 
-    Args:
-        model: A transformers causal language model. Its routers (``routers_by_layer``) return
-            ``(logits, weights [tokens, k], experts [tokens, k])``, as those of Qwen3-MoE and Qwen2-MoE do. The outputs
-            of the experts are multiplied by the weights.
-        shape: Shape of its routes.
+    The routers (``routers_by_layer``) return ``(logits, weights [tokens, k], experts [tokens, k])``, as those of
+    Qwen3-MoE and Qwen2-MoE do. The outputs of the experts are multiplied by the weights.
     """
 
     def __init__(self, model: Any, shape: RoutingShape) -> None:
@@ -206,12 +191,7 @@ class RouteRecorder:
     def pop_routes(self, batch: int) -> Tensor:
         """Return the routes of the latest forward pass over ``batch`` rows, and forget them.
 
-        Returns:
-            Shape [batch, tokens, L, k], or [batch, tokens, L, width] with combine weights. Dense layers are marked as
-            missing.
-
-        Raises:
-            RuntimeError: A router did not run.
+        [batch, tokens, L, k], or [batch, tokens, L, width] with combine weights. Dense layers are marked as missing.
         """
         if idle := self._routers.keys() - self._routes_by_layer.keys():
             raise RuntimeError(f"no choice of experts was seen in layers {sorted(idle)}; their routers did not run")
@@ -229,13 +209,7 @@ class RouteRecorder:
 def combine_weights(shape: RoutingShape, logits: Tensor, experts: Tensor) -> Tensor:
     """Return the combine weights of given experts by the model's rule, fp32 [tokens, k].
 
-    A router with a bias (``e_score_correction_bias``) chooses experts with the bias, and weighs them by sigmoids
-    without it.
-
-    Args:
-        shape: Rule of the weights.
-        logits: Logits of a router, [tokens, E].
-        experts: Ids of the experts, [tokens, k].
+    A router with a bias (``e_score_correction_bias``) chooses with it, and weighs by sigmoids without it.
     """
     scores = logits.float()
     scores = scores.sigmoid() if shape.has_sigmoid else scores.softmax(-1)

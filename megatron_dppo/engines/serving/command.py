@@ -70,16 +70,8 @@ def plan_servers(
 ) -> list[ServerPlan]:
     """Return one plan for each of ``rollout.servers.count`` servers on this machine.
 
-    Args:
-        rollout: Configuration with the engine ``sglang`` or ``vllm``.
-        options: ``server_options`` of the run.
-        environ: Environment with the API keys.
-        gpus: Devices that this process may use, as in CUDA_VISIBLE_DEVICES; empty on a machine without GPUs.
-        skip_gpus: Number of first GPUs that are left to the trainer; colocated servers use them too.
-        node: This node, if a server spans several.
-
-    Raises:
-        ConfigError: An API key is missing, there are too few GPUs, or a server cannot span nodes.
+    ``gpus`` are the devices that this process may use; none on a machine without GPUs. The first ``skip_gpus`` of them
+    are left to the trainer; colocated servers use them too.
     """
     servers = rollout.servers
     if servers.colocated and gpus:  # without GPUs nothing can be released, and the engines reject the flags
@@ -108,7 +100,7 @@ def plan_servers(
                 servers.host,
                 "--port",
                 str(servers.port + i),
-                *_arguments(rollout.engine, options),
+                *(part for key, value in options.items() for part in _argument(rollout.engine, key, value)),
                 *node_options,
             ),
             env=env | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus_by_server[i])} if gpus_by_server else {}),
@@ -131,11 +123,7 @@ def _server_variables(rollout: RolloutConfig, environ: Mapping[str, str]) -> dic
 
 
 def check_engine(engine: str) -> None:
-    """Check that an engine has servers.
-
-    Raises:
-        ConfigError: The engine is ``local``.
-    """
+    """Check that an engine has servers."""
     if engine == "local":
         raise ConfigError(
             "rollout.engine = 'local' samples inside the trainer and has no servers; set rollout.engine to 'sglang' or "
@@ -144,16 +132,7 @@ def check_engine(engine: str) -> None:
 
 
 def read_api_key(name: str | None, environ: Mapping[str, str], setting: str) -> str | None:
-    """Return the value of an environment variable; None if ``name`` is None.
-
-    Args:
-        name: Name of the variable.
-        environ: The environment.
-        setting: Configuration key that holds the name, for the error message.
-
-    Raises:
-        ConfigError: The variable is not set.
-    """
+    """Return the value of an environment variable; None if ``name`` is None."""
     if name is None:
         return None
     if not environ.get(name):
@@ -164,18 +143,7 @@ def read_api_key(name: str | None, environ: Mapping[str, str], setting: str) -> 
 def server_options(
     rollout: RolloutConfig, model: ModelConfig, lora: LoraConfig, *, routed_experts: bool, topk_logprobs: int
 ) -> dict[str, Any]:
-    """Return the options that the engine is started with, besides address and keys. The user's values take precedence.
-
-    Args:
-        rollout: Configuration with the engine ``sglang`` or ``vllm``.
-        model: Configuration of the policy.
-        lora: Adapters of the weight sync method ``adapter``.
-        routed_experts: True if servers return the routers' choices.
-        topk_logprobs: Number of most probable tokens that servers return; 0 for none.
-
-    Raises:
-        ConfigError: The engine is ``local``, an option must be set elsewhere, or vLLM does not support the LoRA rank.
-    """
+    """Return the options that the engine is started with, besides address and keys. The user's values win."""
     engine = rollout.engine
     check_engine(engine)
     user_options = {key.replace("_", "-"): value for key, value in getattr(rollout, engine).items()}
@@ -296,10 +264,6 @@ def _adapter_options(engine: str, lora: LoraConfig) -> dict[str, Any]:
     return options | {"max-lora-rank": ranks[0], "max-loras": 1}
 
 
-def _arguments(engine: str, options: Mapping[str, object]) -> list[str]:
-    return [part for key, value in options.items() for part in _argument(engine, key, value)]
-
-
 def _argument(engine: str, key: str, value: object) -> list[str]:
     """Return ``--key value`` as arguments of a command line."""
     match value:
@@ -324,11 +288,8 @@ class _Keys:
     """The API keys of a server, in the form that its engine accepts. Never arguments, which any user can read."""
 
     env: dict[str, str]
-    """Environment variables."""
     config_file: dict[str, str]
-    """Options of a configuration file."""
     secrets: tuple[str, ...]
-    """The keys themselves."""
 
 
 def _read_keys(rollout: RolloutConfig, environ: Mapping[str, str]) -> _Keys:
@@ -374,11 +335,7 @@ def _split_gpus(
 
 
 def count_gpus_per_server(engine: str, options: Mapping[str, object]) -> int:
-    """Return the number of GPUs of one server that is started with ``options``.
-
-    Raises:
-        ConfigError: A size is not a whole number above 0.
-    """
+    """Return the number of GPUs of one server that is started with ``options``."""
     sizes = []
     for names in _SIZE_OPTIONS:
         value = next((options[name] for name in names if name in options), 1)

@@ -36,12 +36,7 @@ def transfer_variables(rollout: RolloutConfig, environ: Mapping[str, str]) -> di
 
 
 def rank_variables(rollout: RolloutConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a launcher sets for trainer ranks. A value of the user takes precedence.
-
-    Args:
-        rollout: Configuration of the run.
-        environ: Environment of the launcher.
-    """
+    """Return the variables that a launcher sets for trainer ranks. A value of the user takes precedence."""
     variables = transfer_variables(rollout, environ)
     has_allocator = any(environ.get(name) for name in _ALLOCATOR_VARIABLES)
     # Packed rows differ in length from step to step, which leaves holes between segments of fixed size. Other processes

@@ -37,11 +37,7 @@ class ServerNode:
 
 
 def count_nodes(engine: str, options: Mapping[str, object]) -> int:
-    """Return the number of nodes of one server: the option ``nnodes``.
-
-    Raises:
-        ConfigError: It is not a whole number above 0.
-    """
+    """Return the number of nodes of one server: the option ``nnodes``."""
     nodes = options.get("nnodes", 1)
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
         raise ConfigError(f"[rollout.{engine}] nnodes = {nodes!r}: expected a whole number of nodes")
@@ -49,16 +45,7 @@ def count_nodes(engine: str, options: Mapping[str, object]) -> int:
 
 
 def node_arguments(rollout: RolloutConfig, options: Mapping[str, object], node: ServerNode | None) -> tuple[str, ...]:
-    """Return the arguments of a server's part on this node; empty for a server on one node.
-
-    Args:
-        rollout: Configuration of the servers.
-        options: Options of the engine.
-        node: This node. None if the user has not named it.
-
-    Raises:
-        ConfigError: The node is missing, invalid or superfluous, or this configuration cannot span nodes.
-    """
+    """Return the arguments of a server's part on this node; empty for a server on one node."""
     nodes = count_nodes(rollout.engine, options)
     if nodes == 1:
         if node is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ class StepMeta(NamedTuple):
     policy_version: int
     """Version of the weights at the start of its first update."""
     dp: int
-    """Data-parallel size."""
     world_size: int
     layout: str
     loss: str
@@ -40,14 +39,7 @@ class StepMeta(NamedTuple):
 
 
 def require_pyarrow(reason: str) -> Any:
-    """Return the module ``pyarrow``.
-
-    Args:
-        reason: Setting or action that needs it, for the message.
-
-    Raises:
-        ConfigError: pyarrow is not installed.
-    """
+    """Return the module ``pyarrow``."""
     try:
         import_module("pyarrow.parquet")
         return import_module("pyarrow")
@@ -58,11 +50,6 @@ def require_pyarrow(reason: str) -> Any:
 def estimate_step_bytes(samples: int, tokens: int, *, more: int = 0) -> int:
     """Return the maximum size of a step's file in bytes, before compression.
 
-    Args:
-        samples: Samples of the step.
-        tokens: Maximum response length.
-        more: Bytes per token of Top-K, sampling mask and experts, if the engine returns them.
-
     Example:
         >>> estimate_step_bytes(256, 1000)
         4608000
@@ -71,12 +58,7 @@ def estimate_step_bytes(samples: int, tokens: int, *, more: int = 0) -> int:
 
 
 def write_step(run: Path, meta: StepMeta, parts: Iterable[RankSamples]) -> Path:
-    """Write the file of a step; an existing one is replaced atomically.
-
-    Raises:
-        DiskError: The file cannot be written.
-        ConfigError: pyarrow is missing.
-    """
+    """Write the file of a step; an existing one is replaced atomically."""
     arrow = require_pyarrow("log.rollouts_every")
     parquet = import_module("pyarrow.parquet")
     columns = step_columns(meta.step, parts)
@@ -112,11 +94,7 @@ def delete_steps_after(run: Path, step: int) -> None:
 
 
 def read_meta(file: Path) -> StepMeta:
-    """Return the settings of a file's step.
-
-    Raises:
-        DataError: The file has another origin, or is damaged.
-    """
+    """Return the settings of a file's step."""
     schema = _open(file).schema_arrow
     try:
         return _checked(StepMeta(**json.loads((schema.metadata or {})[_META])))
@@ -125,11 +103,7 @@ def read_meta(file: Path) -> StepMeta:
 
 
 def _checked(meta: StepMeta) -> StepMeta:
-    """Return the settings if they have the types and sizes that a run writes.
-
-    Raises:
-        TypeError: They have not.
-    """
+    """Return the settings if they have the types and sizes that a run writes."""
     counts = (meta.step, meta.policy_version, meta.dp, meta.world_size)
     texts = (meta.layout, meta.loss, meta.run_id)
     if not all(type(count) is int and 0 <= count <= _MAX_COUNT for count in counts):
@@ -142,19 +116,11 @@ def _checked(meta: StepMeta) -> StepMeta:
 _MAX_COUNT = 10**9
 
 
-def read_rows(file: Path, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the samples of a file, in order.
-
-    Args:
-        file: A file of ``recorded_steps``.
-        names: Columns to read. None reads all.
-
-    Raises:
-        DataError: The file cannot be read.
-    """
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the samples of a file, in order."""
     opened = _open(file)
     try:
-        return opened.read(None if names is None else list(names)).to_pylist()
+        return opened.read().to_pylist()
     except (require_pyarrow("reading rollouts").ArrowException, OSError, KeyError) as error:
         raise DataError(f"{file} cannot be read: {error}") from error
 

@@ -27,7 +27,6 @@ from megatron_dppo.types import (
 from megatron_dppo.types.token_columns import response_from_record, response_to_record
 
 StepRow = dict[str, Any]
-"""One sample of a step's file: its columns by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +115,7 @@ def _trained(tokens: TrainedTokens) -> dict[str, object]:
 
 
 def groups_from_rows(rows: Sequence[StepRow]) -> tuple[list[RolloutGroup], list[int]]:
-    """Return the recorded groups in their order, and their ages.
-
-    Args:
-        rows: Rows of complete groups, as ``files.read_rows`` returns them.
-    """
+    """Return the recorded groups in their order, and their ages."""
     groups: dict[int, list[Rollout]] = {}
     baselines: dict[int, GreedyResponse | None] = {}
     ages: dict[int, int] = {}

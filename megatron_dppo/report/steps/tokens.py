@@ -85,11 +85,7 @@ class MaskedToken:
 
 
 def read_tokens(file: Path) -> StepTokens:
-    """Return the tokens of one of ``files.recorded_steps``.
-
-    Raises:
-        DataError: The file cannot be read.
-    """
+    """Return the tokens of one of ``files.recorded_steps``."""
     arrow = require_pyarrow("reading rollouts")
     try:
         parquet = import_module("pyarrow.parquet")
@@ -149,12 +145,7 @@ def _flat(column: Any, counts: Sequence[int], dtype: Any, fill: Any) -> NDArray[
 
 
 def masked_tokens(step: StepTokens, most: int = 40) -> list[MaskedToken]:
-    """Return the masked tokens of a step, the most frequent first.
-
-    Args:
-        step: Tokens of the step.
-        most: Maximum number of results.
-    """
+    """Return the masked tokens of a step, the most frequent first."""
     signs = np.sign(step.advantages[step.masked]).astype(int)
     counts = Counter(zip(step.ids[step.masked].tolist(), signs.tolist(), strict=True))
     totals = {sign: int((signs == sign).sum()) for sign in (1, -1)}

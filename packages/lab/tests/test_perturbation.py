@@ -22,7 +22,7 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.functions import packages
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, routing_shape, stream_model
 from megatron_dppo.run.guard import FirstUpdateGuard
-from megatron_dppo.setup.perturbation import open_perturbation
+from megatron_dppo.setup.engines import open_perturbation
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from megatron_dppo_doctor.diagnose import run as diagnosis
 from megatron_dppo_lab import perturbation as quantized

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_dppo.commands.main import main
+from megatron_dppo.config.run import LogConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.report import sinks
 from megatron_dppo.report.metrics import MetricsWriter, reduce_metrics
@@ -19,8 +20,8 @@ from megatron_dppo.types import Metric
 
 
 def writer(folder: Path, resumed_step: int | None = None, **changes: Any) -> MetricsWriter:
-    arguments: dict[str, Any] = {"tensorboard": False, "wandb_project": None, "resumed_step": resumed_step} | changes
-    return MetricsWriter(folder, {}, **arguments)
+    log = LogConfig.model_validate({"tensorboard": False} | changes)
+    return MetricsWriter(folder, {}, log, resumed_step=resumed_step)
 
 
 def write_steps(folder: Path, *steps: int, resumed_step: int | None = None) -> Path:

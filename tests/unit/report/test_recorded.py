@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
+from megatron_dppo.config.run import LogConfig
 from megatron_dppo.errors import DataError
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.steps.files import (
@@ -71,7 +72,7 @@ def test_the_masked_token_table_in_tensorboard_escapes_markup(tmp_path: Path) ->
 
     write_run(tmp_path, 1, tokens=40)
     masked = masked_tokens(read_tokens(tmp_path / "rollouts/step_000001.parquet"))
-    writer = MetricsWriter(tmp_path, {}, tensorboard=True, wandb_project=None, resumed_step=None)
+    writer = MetricsWriter(tmp_path, {}, LogConfig(), resumed_step=None)
     assert writer.has_tables
     writer.write_table(1, "rollouts/masked_tokens", TABLE_COLUMNS, masked_table(masked, decode))
     writer.close()

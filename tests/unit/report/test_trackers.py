@@ -15,13 +15,15 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.config.run import LogConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.report import sinks
-from megatron_dppo.report.logged_steps import LOGGED_STEPS, LoggedSteps
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.sinks import Sink, open_sinks, require_sinks
-from megatron_dppo.report.trackers import IDS, RunLabels, flatten, open_trackers, run_id
+from megatron_dppo.report.trackers import IDS, LOGGED_STEPS, LoggedSteps, RunLabels, flatten, open_trackers, run_id
 from megatron_dppo.setup.run_folder import RUN_FILES
+
+LOG: dict[str, Any] = {"tensorboard": False, "project": "p"}
 
 
 def test_each_folder_has_a_stable_tracker_id(tmp_path: Path) -> None:
@@ -38,11 +40,9 @@ def test_wandb_receives_id_name_group_and_tags(tmp_path: Path, monkeypatch: pyte
     run = SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
     wandb = SimpleNamespace(init=lambda **options: calls.append(options) or run)
     monkeypatch.setattr(sinks, "require_wandb", lambda project: wandb)
-    labels = RunLabels(project="p", name="n", group="g", tags=("x", "y"), offline=True)
+    log = LogConfig(tensorboard=False, wandb_project="p", name="n", group="g", tags=["x", "y"], offline=True)
     for step in (None, 3):
-        MetricsWriter(
-            tmp_path, {"a": 1}, tensorboard=False, wandb_project="p", resumed_step=step, labels=labels
-        ).close()
+        MetricsWriter(tmp_path, {"a": 1}, log, resumed_step=step).close()
     assert calls[0] == calls[1], "a resumed run goes on in the same curve"
     own = {key: calls[0][key] for key in ("project", "name", "group", "tags", "mode", "resume")}
     assert own == {"project": "p", "name": "n", "group": "g", "tags": ["x", "y"], "mode": "offline", "resume": "allow"}
@@ -78,18 +78,10 @@ def test_trackers_are_started_once_and_continued(name: str, tmp_path: Path, monk
     pytest.importorskip("accelerate")
     calls: list[tuple[str, Any]] = []
     monkeypatch.setitem(sys.modules, name, stand_in(name, calls))
-    labels = RunLabels(project="p", name="n", group="g", tags=("x",))
+    log = LogConfig.model_validate(LOG | {"trackers": [name], "name": "n", "group": "g", "tags": ["x"]})
     begins = {"trackio": "init", "comet_ml": "start", "mlflow": "start_run"}[name]
     for step in (None, 1):
-        sink = MetricsWriter(
-            tmp_path,
-            {"loss": {"topk": 20}},
-            tensorboard=False,
-            wandb_project=None,
-            resumed_step=step,
-            trackers=[name],
-            labels=labels,
-        )
+        sink = MetricsWriter(tmp_path, {"loss": {"topk": 20}}, log, resumed_step=step)
         sink.write(step or 0, {"a/b": 0.5, "nan": math.nan})
         sink.close()
     started = [options for what, options in calls if what == begins]
@@ -109,7 +101,7 @@ def test_trackers_are_started_once_and_continued(name: str, tmp_path: Path, monk
 
 def test_missing_packages_are_named_before_the_start() -> None:
     with pytest.raises(ConfigError, match=r"log.trackers = \['swanlab'\] needs swanlab: pip install swanlab"):
-        require_sinks(tensorboard=False, wandb_project=None, trackers=["swanlab"])
+        require_sinks(LogConfig(tensorboard=False, trackers=["swanlab"]))
     assert open_trackers([], Path("."), RunLabels(project="p", name="n"), {}) == []
 
 
@@ -138,9 +130,7 @@ class Drawn:
 
 def attempt(folder: Path, steps: range, resumed: int | None, value: float) -> None:
     """Log some steps as a run does: an evaluation of a step beside its metrics, and a table."""
-    labels = RunLabels(project="p", name="n")
-    options: dict[str, Any] = {"tensorboard": False, "wandb_project": "p", "trackers": [], "labels": labels}
-    (sink,) = open_sinks(folder, {}, resumed_step=resumed, **options)
+    (sink,) = open_sinks(folder, {}, LogConfig(tensorboard=False, wandb_project="p", name="n"), resumed)
     for step in steps:
         sink.log({"reward": value, "loss": value}, step)
         if step % 2 == 0:
@@ -171,15 +161,7 @@ def test_a_curve_has_each_step_once_over_all_resumes(
     assert ["3 to 5" in notes[0], "4 to 5" in notes[1], len(notes)] == [True, True, 2]
     # A metric that the interrupted attempt did not reach is not held back with the others of its step.
     points.clear()
-    (sink,) = open_sinks(
-        tmp_path,
-        {},
-        tensorboard=False,
-        wandb_project="p",
-        trackers=[],
-        labels=RunLabels(project="p", name="n"),
-        resumed_step=8,
-    )
+    (sink,) = open_sinks(tmp_path, {}, LogConfig(tensorboard=False, wandb_project="p", name="n"), 8)
     sink.log({"reward": 5.0, "late": 5.0}, 9)
     assert [name for _, name, *_ in points] == ["late"]
 
@@ -281,15 +263,8 @@ READERS = {"mlflow": drawn_by_mlflow, "trackio": drawn_by_trackio, "comet_ml": d
 def log_two_attempts(name: str, folder: str) -> None:
     """Log steps 1 to 4, then 3 to 5 of a run that resumes from step 2."""
     for resumed, steps in ((None, (1, 2, 3, 4)), (2, (3, 4, 5))):
-        (sink,) = open_sinks(
-            Path(folder),
-            {},
-            tensorboard=False,
-            wandb_project=None,
-            trackers=[name],
-            labels=RunLabels(project="p", name="r", offline=True),
-            resumed_step=resumed,
-        )
+        log = LogConfig.model_validate(LOG | {"trackers": [name], "name": "r", "offline": True})
+        (sink,) = open_sinks(Path(folder), {}, log, resumed)
         for step in steps:
             sink.log({"rollout/reward": step / 4}, step)
         sink.finish()

@@ -12,7 +12,8 @@ from megatron_dppo.data.training_samples import RowShape, pack, to_training_samp
 from megatron_dppo.head.vocab_topk import keep_only, keep_only_
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse
 from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
-from megatron_dppo.types import FinishReason, Prompt, SamplingMask, TrainingSample, VersionSpan
+from megatron_dppo.types import FinishReason, Prompt, SamplingMask, SamplingParams, TrainingSample, VersionSpan
+from megatron_dppo.types.token_columns import requested_columns
 from megatron_dppo_engines.server import Generation
 
 Lists = list[list[int]]
@@ -86,8 +87,11 @@ class Tokenizer:
         return ""
 
 
+MASKS = requested_columns(SamplingParams(max_new_tokens=1, return_sampling_mask=True))
+
+
 def test_a_response_of_parts_keeps_the_sets_of_each_through_cuts_and_a_checkpoint(tmp_path: Path) -> None:
-    response = GrowingResponse((1, 2), sampling_mask=True)
+    response = GrowingResponse((1, 2), columns=MASKS)
     response.append_sampled(generation([[4, 2], [9]]))
     response.append_unsampled([7, 7])
     response.append_sampled(generation([[1, 0], [5]]))
@@ -96,7 +100,7 @@ def test_a_response_of_parts_keeps_the_sets_of_each_through_cuts_and_a_checkpoin
     save_groups(tmp_path / "f.safetensors", [StoredRollouts(0, prompt, (state,))])
     content = load_groups(tmp_path / "f.safetensors", lambda _: prompt)[0].content
     assert isinstance(content, tuple) and isinstance(content[0], PartialResponse)
-    other = GrowingResponse((1, 2), sampling_mask=True)
+    other = GrowingResponse((1, 2), columns=MASKS)
     other.restore(content[0])
     other.append_sampled(generation([[8, 3]]))
     done = other.completion(FinishReason.LENGTH, Tokenizer())
@@ -108,7 +112,7 @@ def test_a_response_of_parts_keeps_the_sets_of_each_through_cuts_and_a_checkpoin
     plain.append_sampled(generation([[4]], sampling_mask=False))
     assert plain.completion(FinishReason.LENGTH, Tokenizer()).sampling_mask is None
     with pytest.raises(ValueError, match="sampling masks of this run"):
-        GrowingResponse((1, 2), sampling_mask=True).restore(plain.state())
+        GrowingResponse((1, 2), columns=MASKS).restore(plain.state())
 
 
 @pytest.mark.parametrize(("first", "own"), [(0, 10), (0, 7), (5, 5), (5, 2), (8, 2), (20, 0)])

@@ -16,6 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron_dppo import files as disk
+from megatron_dppo.config.run import LogConfig
 from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.errors import CheckpointError, ConfigError, DiskError, TrainingStopped
 from megatron_dppo.files import require_new, require_space, write_new
@@ -65,7 +66,7 @@ def test_a_resumed_run_continues_the_metrics_of_a_full_disk(tmp_path: Path) -> N
         with pytest.raises(DiskError, match=SAME_COMMAND):
             write()
         make_room(folder)
-        sink = MetricsWriter(folder, {}, tensorboard=False, wandb_project=None, resumed_step=1)
+        sink = MetricsWriter(folder, {}, LogConfig(tensorboard=False), resumed_step=1)
         sink.write(2, {"a": 2.0})
         assert [record["step"] for record in read_metrics(sink.path)] == [1, 2]
 

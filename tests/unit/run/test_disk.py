@@ -22,6 +22,7 @@ from megatron_dppo import files as disk
 from megatron_dppo.commands.eval import add_arguments
 from megatron_dppo.commands.eval import run as run_eval
 from megatron_dppo.commands.reported import report_error
+from megatron_dppo.config.run import LogConfig
 from megatron_dppo.errors import ConfigError, DiskError, UserError
 from megatron_dppo.export.hf_folder import save_hf_folder
 from megatron_dppo.files import disk_errors, format_bytes, require_space, write_synced
@@ -61,7 +62,7 @@ def fill(folder: Path) -> None:
 
 
 def write_metrics(folder: Path) -> tuple[Callable[[], None], Callable[[], object]]:
-    sink = MetricsWriter(folder, {}, tensorboard=False, wandb_project=None, resumed_step=None)
+    sink = MetricsWriter(folder, {}, LogConfig(tensorboard=False), resumed_step=None)
     sink.write(1, {"a": 1.0})
 
     def again() -> None:
@@ -179,7 +180,7 @@ def test_a_file_that_is_replaced_leaves_no_part_on_a_full_disk(tmp_path: Path) -
 
 def test_closing_the_log_on_a_full_disk_does_not_hide_another_error(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as make_full:
-        sink = MetricsWriter(tmp_path / "disk", {}, tensorboard=True, wandb_project=None, resumed_step=None)
+        sink = MetricsWriter(tmp_path / "disk", {}, LogConfig(), resumed_step=None)
         make_full()
         with pytest.raises(OSError, match=r"space|large"):
             sink.write(1, {f"metric {i}": 1 / 3 for i in range(1000)})

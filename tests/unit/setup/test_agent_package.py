@@ -7,7 +7,8 @@ from importlib.metadata import EntryPoint
 import pytest
 
 import megatron_dppo_agents.trainer
-from megatron_dppo.errors import GenerateError
+from megatron_dppo.errors import ConfigError
+from megatron_dppo.functions import packages
 from megatron_dppo.setup import agents
 
 
@@ -15,9 +16,9 @@ def test_the_installed_package_is_loaded() -> None:
     assert agents.load_agent_package() is megatron_dppo_agents.trainer
 
 
-@pytest.mark.parametrize(("values", "named"), [([], "got none"), (["a", "b"], r"got \['a', 'b'\]")])
+@pytest.mark.parametrize(("values", "named"), [([], r"\[agent\] needs .* got none"), (["a", "b"], "a of .* and b of")])
 def test_none_and_two_are_refused(values: list[str], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint("agent", value, agents.GROUP) for value in values]
-    monkeypatch.setattr(agents, "entry_points", lambda group, name: points)
-    with pytest.raises(GenerateError, match=named):
+    monkeypatch.setattr(packages, "entry_points", lambda group: points)
+    with pytest.raises(ConfigError, match=named):
         agents.load_agent_package()

@@ -18,6 +18,7 @@ from megatron_dppo import files as disk
 from megatron_dppo.commands.main import train_main
 from megatron_dppo.config.io import read_config
 from megatron_dppo.config.rollout import AgentConfig
+from megatron_dppo.config.run import LogConfig
 from megatron_dppo.errors import ConfigError, MultipleErrors, UserError
 from megatron_dppo.hf.folder import build_hf_model, check_weights_fit, parameter_count, read_hf_config, stream_model
 from megatron_dppo.setup import preflight
@@ -273,15 +274,15 @@ def test_a_run_with_wandb_needs_its_key(monkeypatch: pytest.MonkeyPatch, tmp_pat
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="has no API key"):
-        sinks.require_sinks(tensorboard=False, wandb_project="mine")
+        sinks.require_sinks(LogConfig(tensorboard=False, wandb_project="mine"))
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
-    sinks.require_sinks(tensorboard=False, wandb_project="mine")
+    sinks.require_sinks(LogConfig(tensorboard=False, wandb_project="mine"))
     (tmp_path / "netrc").unlink()
     monkeypatch.setenv("WANDB_MODE", "offline")
-    sinks.require_sinks(tensorboard=False, wandb_project="mine")
+    sinks.require_sinks(LogConfig(tensorboard=False, wandb_project="mine"))
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs the package tensorboard"):
-        sinks.require_sinks(tensorboard=True, wandb_project=None)
+        sinks.require_sinks(LogConfig())
 
 
 def test_several_errors_are_one_error_without_repeated_parts() -> None:
