@@ -60,14 +60,7 @@ class AgentResponse:
 
 
 def build_response(call: AgentRequest, turn: Turn, prompt: tuple[int, ...], message: Message) -> AgentResponse:
-    """Return the response to a call.
-
-    Args:
-        call: The call.
-        turn: Sampled tokens.
-        prompt: Tokens before them.
-        message: The response as a message of the conversation.
-    """
+    """Return the response to a call."""
     finish_reason = "tool_calls" if "tool_calls" in message else "stop"
     if turn.finish_reason != FinishReason.STOP:
         finish_reason = "length"

@@ -48,11 +48,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def read_chat(data: object) -> AgentRequest:
-    """Read a body of ``/v1/chat/completions``.
-
-    Raises:
-        CallError: The body is invalid, or asks for something unsupported.
-    """
+    """Read a body of ``/v1/chat/completions``."""
     body = require_object(data)
     common = _read_common(body, _CHAT_FIELDS)
     require_text_format(body.get("response_format"), "response_format")
@@ -79,11 +75,7 @@ def read_chat(data: object) -> AgentRequest:
 
 
 def read_completion(data: object) -> AgentRequest:
-    """Read a body of ``/v1/completions``.
-
-    Raises:
-        CallError: The body is invalid, or asks for something unsupported.
-    """
+    """Read a body of ``/v1/completions``."""
     body = require_object(data)
     common = _read_common(body, _COMPLETION_FIELDS)
     if body.get("logprobs") not in (None, False):

@@ -60,16 +60,7 @@ done > /dev/null 2>&1
 
 
 class ContainerAgent:
-    """A program that is started for each episode, in a container of its own.
-
-    Args:
-        command: Program and arguments in the container.
-        config: The section ``[agent]``.
-        run_folder: Folder of the run, by which its containers are known.
-
-    Raises:
-        GenerateError: The tool or the image does not exist, or the network cannot be made.
-    """
+    """A program that is started for each episode, in a container of its own."""
 
     def __init__(self, command: Sequence[str], config: AgentConfig, run_folder: Path) -> None:
         self._command = list(command)
@@ -115,11 +106,7 @@ class ContainerAgent:
         return result
 
     async def start(self) -> None:
-        """Remove what an earlier start of the run left behind, and watch over the containers of this one.
-
-        Raises:
-            GenerateError: The tool cannot list containers.
-        """
+        """Remove what an earlier start of the run left behind, and watch over the containers of this one."""
         await asyncio.to_thread(self._start)
 
     def close(self) -> None:
@@ -238,11 +225,7 @@ def _make_network(config: AgentConfig) -> LoopbackNetwork:
 
 
 def _remove_leftovers(tool: str, run: str) -> None:
-    """Remove containers of the run whose processes on this machine have ended.
-
-    Raises:
-        GenerateError: The tool cannot list containers.
-    """
+    """Remove containers of the run whose processes on this machine have ended."""
     listed = _run_tool([tool, "ps", "--all", "--quiet", "--filter", f"label={_RUN_LABEL}={run}"])
     if listed.returncode:
         raise GenerateError(f"agent.isolation = {tool!r}: it cannot list containers: {listed.stderr.strip()[-300:]}")

@@ -103,19 +103,10 @@ def find_continuation(
     is_trained: bool,
     session: str = "",
 ) -> Continuation:
-    """Return how a call continues one of the conversations, or begins one.
+    """Return how a call continues one of the conversations, or begins one. Busy ones may change meanwhile.
 
-    Args:
-        call: The call.
-        conversations: All conversations of the episode. The busy ones may change meanwhile.
-        template: Chat template of the model.
-        reader: Reader of the model's responses.
-        call_ids: Ids of the episode's tool calls.
-        is_trained: False if the agent leaves the call out of training: it then continues only what is left out too.
-        session: ``X-Session-ID`` of the call. It continues only what has the same.
-
-    Raises:
-        CallError: The messages, or the template's answer to them, are invalid.
+    A call continues only what has its ``session``. One that is left out of training continues only what is left out
+    too.
     """
     alike = [each for each in conversations if (each.is_trained, each.session) == (is_trained, session)]
     if not call.is_chat:

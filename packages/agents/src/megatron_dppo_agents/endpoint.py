@@ -43,13 +43,7 @@ _MAX_EXTRA_REQUESTS = 8
 
 
 class Endpoint:
-    """HTTP server in its own thread, from the first episode until ``close``.
-
-    Args:
-        host: Address to listen on; the port is a free one.
-        max_body_bytes: Maximum size of a request body.
-        network: Network to listen in. None: that of this process.
-    """
+    """HTTP server in its own thread, on a free port of the host, from the first episode until ``close``."""
 
     def __init__(self, host: str, max_body_bytes: int, network: LoopbackNetwork | None = None) -> None:
         self._host = host
@@ -238,12 +232,7 @@ class Endpoint:
             return web.json_response({"object": "list", "data": [model], **pages})
 
     async def _read_body(self, request: web.Request) -> Callable[[], object]:
-        """Receive a body, and return a function that inflates and parses it.
-
-        Raises:
-            CallError: The body did not arrive in time.
-            web.HTTPException: It is too large.
-        """
+        """Receive a body, and return a function that inflates and parses it."""
         try:
             async with asyncio.timeout(_TRANSFER_SECONDS):
                 content = await request.read()
@@ -256,11 +245,7 @@ class Endpoint:
 
 
 def _read_flag(request: web.Request, name: str, *, default: bool) -> bool:
-    """Return a header that is ``true`` or ``false``.
-
-    Raises:
-        CallError: It is something else.
-    """
+    """Return a header that is ``true`` or ``false``."""
     text = request.headers.get(name)
     if text is None:
         return default
@@ -270,11 +255,7 @@ def _read_flag(request: web.Request, name: str, *, default: bool) -> bool:
 
 
 def _read_fields(body: object, required: set[str], optional: set[str], form: str) -> dict[str, Any]:
-    """Return the fields of a body of the endpoint's own; ``id`` is a string.
-
-    Raises:
-        CallError: The body is no object, lacks a field, or has another one.
-    """
+    """Return the fields of a body of the endpoint's own; ``id`` is a string."""
     if not isinstance(body, dict) or not required <= body.keys() <= required | optional:
         raise CallError(f"expected {form}, got {body!r:.200}")
     if "id" in body and not isinstance(body["id"], str):

@@ -56,14 +56,8 @@ class EpisodeSettings:
 class Episode:
     """Calls of an agent for one sample. Belongs to one event loop, except for what the endpoint counts.
 
-    Calls are prepared one after the other, and sampled side by side.
-
-    Args:
-        turns: Turns of the response.
-        template: Chat template of the model.
-        reader: Reader of the model's responses.
-        settings: Limits, and what is trained on.
-        executor: Threads that parse, render and tokenize. An episode uses one at a time.
+    Calls are prepared one after the other by a thread of the executor, and sampled side by side. A call that is
+    rejected, or names an unknown response, raises ``CallError``.
     """
 
     def __init__(
@@ -115,15 +109,7 @@ class Episode:
         return self._rewards.total
 
     def add_reward(self, reward: float, response_id: str | None = None) -> None:
-        """Set the reward of the episode, or that of a response; a later one replaces it.
-
-        Args:
-            reward: A finite number.
-            response_id: Id of the response as the client has got it. None: the episode.
-
-        Raises:
-            CallError: No response of the episode has the id.
-        """
+        """Set the reward of the episode, or that of a response; a later one replaces it."""
         if response_id is None:
             self._rewards.set_episode(reward)
             return
@@ -154,11 +140,7 @@ class Episode:
         return sum(rewards) / max(1, len(rewards))
 
     def leave_out(self, response_id: str) -> None:
-        """Leave the conversation of a response out of training, with its responses to come.
-
-        Raises:
-            CallError: No response of the episode has the id.
-        """
+        """Leave the conversation of a response out of training, with its responses to come."""
         conversation, _ = self._find_response(response_id)
         conversation.is_left_out = True
 
@@ -178,11 +160,7 @@ class Episode:
         return self._conversation_by_response[name]
 
     def admit_call(self) -> None:
-        """Count a call, before its body is read.
-
-        Raises:
-            CallError: The episode has made all its calls.
-        """
+        """Count a call, before its body is read."""
         if self._counts.admitted >= self.max_calls:
             self._has_reached_limit = True
             key = self._turns.prompt.limit_key("agent.max_calls")
@@ -192,17 +170,7 @@ class Episode:
     async def respond(
         self, read: Callable[[], AgentRequest], *, digest: bytes = b"", is_trained: bool = True, session: str = ""
     ) -> AgentResponse:
-        """Return the policy's response to a call; see ``RunningCalls.respond``.
-
-        Args:
-            read: Parses the body of the call. Runs in a thread.
-            digest: Digest of the body. Empty: no call is the same.
-            is_trained: False if the agent leaves the call out of training.
-            session: Name of the agent that makes the call, if the episode has several.
-
-        Raises:
-            CallError: The call is rejected, or the episode has ended.
-        """
+        """Return the policy's response to a call; see ``RunningCalls.respond``."""
         process = partial(self._process, read, time.monotonic(), is_trained=is_trained, session=session)
         return await self.calls.respond(process, digest)
 
@@ -212,11 +180,7 @@ class Episode:
         return self._turns.params.max_new_tokens
 
     async def count_tokens(self, read: Callable[[], AgentRequest]) -> int:
-        """Return the number of prompt tokens that a call would have as the first of its conversation.
-
-        Raises:
-            CallError: The call is invalid, or the episode has counted too often.
-        """
+        """Return the number of prompt tokens that a call would have as the first of its conversation."""
         counted = self._counts.token_counts
         if counted >= self.max_calls * _COUNTS_PER_CALL:
             raise CallError(
@@ -232,12 +196,7 @@ class Episode:
             )
 
     async def finish(self, failure: str, counts: Mapping[str, float]) -> Completion:
-        """Return the response, with all segments that are trained on.
-
-        Args:
-            failure: Reason why the agent failed, else empty.
-            counts: Further counters of the episode.
-        """
+        """Return the response, with all segments that are trained on."""
         reward = None if failure else self.reward
         reward_parts = {} if failure else self._rewards.parts
         for response in self.calls.undelivered:
@@ -401,10 +360,7 @@ class Episode:
     def _extend(self, conversation: Conversation, tokens: list[int], *, closes: bool) -> None:
         """Append the agent's tokens to a conversation.
 
-        Args:
-            conversation: The conversation.
-            tokens: Tokens to append.
-            closes: The tokens begin with the end of the last response. Its end token is not appended twice.
+        With ``closes`` they begin with the end of the last response, whose end token is not appended twice.
         """
         branch = conversation.branch
         last = branch.token_ids[-1]

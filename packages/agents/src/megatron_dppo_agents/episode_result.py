@@ -49,12 +49,7 @@ class SegmentChoice(NamedTuple):
 
 
 def choose_segments(conversations: Sequence[Conversation], segments: Literal["all", "longest"]) -> SegmentChoice:
-    """Return the conversations that train; none if the agent has left all of them out.
-
-    Args:
-        conversations: Conversations with sampled tokens.
-        segments: ``agent.segments``.
-    """
+    """Return the conversations that train; none if the agent has left all of them out."""
     trained = [each for each in conversations if each.is_trained and not each.is_left_out]
     left_out = _num_sampled(each for each in conversations if each not in trained)
     if segments == "all" or not trained:
@@ -69,11 +64,7 @@ def token_metrics(
 ) -> dict[str, float]:
     """Return the numbers of sequences and segments, and the shares of the sampled tokens that do not train.
 
-    Args:
-        conversations: Conversations with sampled tokens.
-        choice: Those that train.
-        interrupted: Tokens sampled by calls that were in progress when the agent ended.
-        dropped: See ``Turns.dropped_tokens``.
+    ``interrupted`` tokens were sampled by calls that were in progress when the agent ended.
     """
     untrained = {
         "left_out": choice.left_out,

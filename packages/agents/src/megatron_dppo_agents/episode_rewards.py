@@ -24,11 +24,7 @@ class AgentRun(NamedTuple):
 
 
 class EpisodeRewards:
-    """Rewards of one episode. A later reward of the episode or of a response replaces the one before.
-
-    Args:
-        names: Parts in which the agent gives the reward of the episode.
-    """
+    """Rewards of one episode. A later reward of the episode or of a response replaces the one before."""
 
     def __init__(self, names: NamedRewards) -> None:
         self.parts: dict[str, float] = {}

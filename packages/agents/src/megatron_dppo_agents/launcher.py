@@ -74,12 +74,7 @@ def isolate() -> None:
 
 
 def limit(memory: int | None, cpu: int | None) -> None:
-    """Limit this process and each of its children.
-
-    Args:
-        memory: Address space in bytes.
-        cpu: CPU time in seconds. The process is killed beyond it.
-    """
+    """Limit the address space in bytes and the CPU time in seconds of this process and of each of its children."""
     for kind, value in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, cpu)):
         if value is not None:
             resource.setrlimit(kind, (value, value))

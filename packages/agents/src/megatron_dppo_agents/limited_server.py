@@ -26,14 +26,7 @@ _logger.disabled = True
 
 
 class LimitedServer:
-    """Listening HTTP server. ``start`` and ``stop`` belong to one event loop.
-
-    Args:
-        app: Routes and middlewares.
-        host: Address to listen on.
-        port: Port. 0 takes a free one.
-        network: Network to listen in. None: that of this process.
-    """
+    """Listening HTTP server. ``start`` and ``stop`` belong to one event loop. Port 0 takes a free one."""
 
     def __init__(self, app: web.Application, host: str, port: int = 0, network: LoopbackNetwork | None = None) -> None:
         # No access log: it would contain nothing that a run needs.

@@ -42,11 +42,7 @@ _SIGNATURE = "unsigned"
 
 
 def read_messages(data: object, _: StoredResponses | None = None) -> AgentRequest:
-    """Read a body of ``/v1/messages``.
-
-    Raises:
-        CallError: The body is invalid, or asks for something unsupported.
-    """
+    """Read a body of ``/v1/messages``."""
     body = require_object(data)
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise CallError("'messages' is missing, empty or no list")

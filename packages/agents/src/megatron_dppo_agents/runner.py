@@ -73,11 +73,7 @@ class AgentExit:
 
 
 def program_variables(pass_env: Collection[str]) -> dict[str, str]:
-    """Return the environment variables of the trainer that a program gets.
-
-    Args:
-        pass_env: ``agent.pass_env``.
-    """
+    """Return the environment variables of the trainer that a program gets."""
     names = {*_ENVIRONMENT, *pass_env}
     return {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
 
@@ -120,10 +116,8 @@ class Agent(Protocol):
 class ProgramAgent:
     """A program that is started for each episode, in a new session. Its output is used only for error messages.
 
-    Args:
-        command: Program and arguments.
-        config: The section ``[agent]``. Only isolated programs have their API key in their environment, because
-            otherwise the agents of other episodes can read that.
+    Only isolated programs have their API key in their environment, because otherwise the agents of other episodes can
+    read that.
     """
 
     def __init__(self, command: Sequence[str], config: AgentConfig) -> None:
@@ -152,14 +146,7 @@ def endpoint_variables(task: AgentTask, *, with_keys: bool) -> dict[str, str]:
 
 
 def exit_of_program(name: str, status: int, output: bytes | bytearray, task: AgentTask) -> AgentExit:
-    """Return the result of a program that has ended.
-
-    Args:
-        name: Name of the program, for the failure.
-        status: Exit status.
-        output: End of its output.
-        task: Its task.
-    """
+    """Return the result of a program that has ended."""
     if status == 0:
         return AgentExit(1.0, parts=_last_object(output))
     last = output.decode("utf-8", "replace").strip().replace(task.api_key, "***")
@@ -187,7 +174,9 @@ class _ProgramProtocol(asyncio.subprocess.SubprocessStreamProtocol):
 async def run_program(
     command: Sequence[str], environment: Mapping[str, str], task: AgentTask
 ) -> tuple[int, bytes | bytearray]:
-    """Run a program in a new session, with the task on its standard input. Its session is killed at the end.
+    """Run a program in a new session that is killed at the end; return its exit status and the end of its output.
+
+    The task is on its standard input.
 
     Returns:
         Exit status, and the end of the output.

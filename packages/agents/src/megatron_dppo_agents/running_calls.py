@@ -18,9 +18,6 @@ class RunningCalls:
     """Calls of one episode: each runs once, however often its body is sent.
 
     Belongs to the event loop in which it is made.
-
-    Args:
-        counts: Counts calls whose body was sent again.
     """
 
     def __init__(self, counts: CallCounts) -> None:
@@ -40,17 +37,10 @@ class RunningCalls:
     async def respond(
         self, process: Callable[[], Coroutine[Any, Any, AgentResponse]], digest: bytes = b""
     ) -> AgentResponse:
-        """Return the response to a call.
+        """Return the response to a call, or raise ``CallError``.
 
         A body that is sent again while its first call is in progress gets the same response. So does one whose first
-        response found no client to read it.
-
-        Args:
-            process: Responds to a new call.
-            digest: Digest of the call's body. Empty: no call is the same.
-
-        Raises:
-            CallError: The call is rejected, or the episode has ended.
+        response found no client to read it. An empty digest is that of no other call.
         """
         if digest in self._undelivered:
             self._counts.repeated += 1
@@ -77,11 +67,7 @@ class RunningCalls:
         return list(self._undelivered.values())
 
     def check_interrupted(self) -> None:
-        """Reject a call of an episode that has ended from the policy's side.
-
-        Raises:
-            CallError: It has.
-        """
+        """Reject a call of an episode that has ended from the policy's side."""
         if self.interrupted.done():
             raise _episode_over()
 

@@ -23,11 +23,9 @@ from megatron_dppo.types.token_columns import TOKEN_COLUMNS, Alignment, TokenCol
 
 
 def join_segments(segments: Sequence[Completion], last: int) -> Completion:
-    """Return one completion of the tokens of all segments.
+    """Return one completion of the tokens of all segments, with text and finish reason of the segment ``last``.
 
-    Args:
-        segments: At least one completion, each without a prompt outside of its tokens, all with the same columns.
-        last: Index of the segment whose text and finish reason are those of the episode.
+    Each segment has no prompt outside of its tokens, and all have the same columns.
     """
     if len(segments) == 1:
         return segments[0]

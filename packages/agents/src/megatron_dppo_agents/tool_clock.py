@@ -57,9 +57,7 @@ class ToolClock:
     def end_tools(self, messages: Sequence[Message], arrival: float) -> None:
         """Note the results of tools that a call brings: those behind its last response.
 
-        Args:
-            messages: Messages of the call.
-            arrival: ``time.monotonic()`` at the arrival of the call.
+        ``arrival`` is the ``time.monotonic()`` at which the call came.
         """
         new = takewhile(lambda message: message["role"] != "assistant", reversed(messages))
         ids = [message.get("tool_call_id", "") for message in new if message["role"] == "tool"]

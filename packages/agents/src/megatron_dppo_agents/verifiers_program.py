@@ -34,11 +34,7 @@ Send = Callable[[Mapping[str, Any]], None]
 
 
 def open_environment(options: Mapping[str, Any], untrained_agents: Collection[str]) -> Any:
-    """Return the environment.
-
-    Args:
-        options: Fields of the configuration, whose class the taskset may define. ``taskset.id`` names the taskset.
-        untrained_agents: Agents that are left out of training.
+    """Return the environment. ``taskset.id`` of the options names a taskset, which may define their class.
 
     Raises:
         ValueError: The environment lacks one of these agents, or has endless tasks.

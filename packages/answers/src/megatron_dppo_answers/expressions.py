@@ -60,11 +60,7 @@ _SPACE = re.compile(r"\s*")
 
 
 def read_expression(text: str) -> Expr:
-    """Return the exact value of one expression; decimals become fractions.
-
-    Raises:
-        CannotRead: The text is no expression, or its value is too large to compute.
-    """
+    """Return the exact value of one expression; decimals become fractions."""
     reader = _Reader(text)
     try:
         value = reader.sum()

@@ -185,11 +185,7 @@ def plain_words(text: str) -> str:
 
 
 def split_top(text: str, separators: frozenset[str]) -> tuple[list[str], list[str]]:
-    """Return the parts between separators outside all brackets, and the separators.
-
-    Raises:
-        CannotRead: A bracket is closed that is not open.
-    """
+    """Return the parts between separators outside all brackets, and the separators."""
     parts: list[str] = []
     signs: list[str] = []
     start = 0

@@ -26,12 +26,9 @@ class ConversationError(ValueError):
 
 
 def read_tool(tool: Any, name: str, *, kinds: Collection[str | None] = ("function", None)) -> dict[str, Any]:
-    """Return a tool in the form of chat completions.
+    """Return a tool, with its function inside or with the function's fields, in the form of chat completions.
 
-    Args:
-        tool: The tool, with its function inside or with the function's fields.
-        name: Where it stands, for errors.
-        kinds: Allowed types. All others are tools that the API's own servers run.
+    All types but ``kinds`` are tools that the API's own servers run.
 
     Raises:
         ConversationError: It is a hosted or custom tool, or has no name.
@@ -61,9 +58,7 @@ def read_tool(tool: Any, name: str, *, kinds: Collection[str | None] = ("functio
 def read_tool_call(call: Any, name: str) -> dict[str, Any]:
     """Return a tool call as chat templates expect it: its arguments are an object, also if they were JSON as text.
 
-    Args:
-        call: The call, with its function inside or with the function's fields.
-        name: Where it stands, for errors.
+    Its function is inside, or its fields stand in the call.
 
     Raises:
         ConversationError: It has no function's name, or its fields have other types.
@@ -114,9 +109,7 @@ def fold_notes(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def read_row_tools(record: Mapping[str, Any], *, is_columnar: bool) -> list[dict[str, Any]]:
     """Return the tools of a data row, from a list or its JSON; empty if the row has none.
 
-    Args:
-        record: The row.
-        is_columnar: True if its file gives each object the fields of all, with null for those that it has not.
+    A columnar file gives each object the fields of all, with null for those that it has not.
 
     Raises:
         ConversationError: A column of tools holds something else. The message names it.
@@ -156,11 +149,7 @@ def _without_null_fields(value: Any, *, keeps: Collection[str]) -> Any:
 def read_row_calls(calls: Any, name: str, tools: Tools, *, is_columnar: bool) -> list[dict[str, Any]]:
     """Return the tool calls of a row's message without arguments that only fill other calls' fields.
 
-    Args:
-        calls: The calls.
-        name: Where they stand, for errors.
-        tools: Tools of the row; empty if it does not say them.
-        is_columnar: See ``read_row_tools``.
+    See ``read_row_tools`` for ``is_columnar``.
 
     Raises:
         ConversationError: One has no function's name, or its fields have other types.

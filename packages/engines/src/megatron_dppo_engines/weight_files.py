@@ -36,14 +36,10 @@ class WeightFiles:
 
 
 def find_weight_files(folder: Path, key: str) -> WeightFiles:
-    """Return the files that hold a folder's model.
+    """Return the files that hold a folder's model; ``key`` of the configuration names the folder in errors.
 
-    They are those of the index. Without an index: ``model.safetensors``, a complete set of numbered shards, or the
-    only file.
-
-    Args:
-        folder: Folder of the model.
-        key: Configuration key of the path, for messages.
+    They are those of the index. Without an index: ``model.safetensors``, a complete set of numbered shards, or the only
+    file.
 
     Raises:
         CheckpointError: There are no weights, a file is missing, or several files could be the model.

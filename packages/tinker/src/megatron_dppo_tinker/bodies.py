@@ -229,11 +229,7 @@ class WeightsInfo(Body):
 
 
 def read_body(kind: type[T], value: object) -> T:
-    """Return a parsed body.
-
-    Raises:
-        RequestError: With the first field that is wrong.
-    """
+    """Return a parsed body; ``RequestError`` names the first field that is wrong."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:

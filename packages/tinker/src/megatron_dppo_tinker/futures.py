@@ -36,7 +36,6 @@ class RequestQueue:
     """Queue between the HTTP thread, which adds requests, and the thread of the model, which computes them.
 
     Args:
-        max_pending: Maximum number of requests that wait.
         max_results: Maximum number of stored results: a client may ask again if a response was lost.
         max_bytes: Maximum size of the requests that wait, and of the stored results.
     """
@@ -50,10 +49,9 @@ class RequestQueue:
         self._known: OrderedDict[str, Request] = OrderedDict()
 
     def add(self, request: Request) -> None:
-        """Add a request. The same id again changes nothing: a client repeats what it has no answer to.
+        """Add a request, unless too many wait.
 
-        Raises:
-            RequestError: Too many requests wait.
+        The same id again changes nothing: a client repeats what it has no answer to.
         """
         with self._lock:
             if request.request_id in self._known:
@@ -69,11 +67,7 @@ class RequestQueue:
             self._lock.notify()
 
     def get(self, request_id: str) -> Request:
-        """Return a known request.
-
-        Raises:
-            RequestError: It is unknown, or its result was dropped.
-        """
+        """Return a known request, whose result was not dropped."""
         with self._lock:
             request = self._known.get(request_id)
         if request is None:

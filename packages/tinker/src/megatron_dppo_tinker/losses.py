@@ -53,11 +53,7 @@ class RequestLoss:
     """Names of the tensors that each datum must have, besides ``target_tokens``."""
 
     def sample(self, datum: Datum, vocab_size: int, max_tokens: int) -> TrainingSample:
-        """Return a datum as a training sample.
-
-        Raises:
-            RequestError: An input is missing, unknown, of another shape, or outside its range.
-        """
+        """Return a datum as a training sample."""
         _check_inputs(datum, self.inputs)
         count = len(datum.tokens)
         if not 1 <= count <= max_tokens:
@@ -91,11 +87,7 @@ class RequestLoss:
 
 
 def read_loss(name: str, config: Mapping[str, float | str]) -> RequestLoss:
-    """Return the loss of a request.
-
-    Raises:
-        RequestError: The loss is not served, or the configuration has unknown keys or wrong values.
-    """
+    """Return the loss of a request."""
     if name in _NOT_SERVED:
         raise RequestError(f"loss_fn = {name!r} is not served: {_NOT_SERVED[name]}. Use one of: {_served_names()}")
     if name == "cross_entropy":

@@ -31,11 +31,7 @@ class FieldReader:
         self._num_fields = 0
 
     def read(self, message: memoryview) -> Iterator[tuple[int, Value | memoryview]]:
-        """Yield the fields of a message, see ``read_fields``.
-
-        Raises:
-            ValueError: The message is cut, has a field of another type, or there are too many fields.
-        """
+        """Yield the fields of a message, see ``read_fields``."""
         for field in read_fields(message):
             self._num_fields += 1
             if self._num_fields > self._max_fields:

@@ -63,17 +63,7 @@ class SampleJob:
 
 
 def read_job(body: Sample, sampler: Sampler, *, vocab_size: int, max_tokens: int) -> SampleJob:
-    """Return the job of a request.
-
-    Args:
-        body: The request.
-        sampler: Weights of its sampling session.
-        vocab_size: Size of the vocabulary.
-        max_tokens: Context length of the model.
-
-    Raises:
-        RequestError: The prompt or a limit does not fit the model.
-    """
+    """Return the job of a request."""
     prompt = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
     options = body.sampling_params
     if not prompt or not all(0 <= token < vocab_size for token in prompt):
@@ -112,13 +102,7 @@ def read_job(body: Sample, sampler: Sampler, *, vocab_size: int, max_tokens: int
 
 
 class SamplingEngine:
-    """The local engine, which holds the weights of one sampler at a time.
-
-    Args:
-        engine: Engine without weights.
-        tokenizer: Finds stop strings.
-        weights: Returns the weights of a sampler inside a ``with`` block.
-    """
+    """The local engine, which holds the weights of one sampler at a time."""
 
     def __init__(
         self, engine: LocalEngine, tokenizer: Any, weights: Callable[[Sampler], AbstractContextManager[Weights]]

@@ -39,11 +39,8 @@ class TinkerServer:
     """HTTP server in its own thread, until ``close``.
 
     Args:
-        service: Models and samplers.
         key: API key that every request must carry.
-        host: Address to listen on.
         port: Port. 0 takes a free one.
-        max_body_bytes: Maximum size of a request body.
 
     Raises:
         OSError: The server cannot listen on the address.

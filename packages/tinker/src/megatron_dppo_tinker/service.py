@@ -345,11 +345,7 @@ class Service:
         return model
 
     def _make_room(self) -> None:
-        """Drop a model whose session has ended, if there are as many as the limit.
-
-        Raises:
-            RequestError: All are in use.
-        """
+        """Drop a model whose session has ended, if there are as many as the limit."""
         built = [name for name, entry in list(self._models.items()) if entry.model is not None]
         if len(built) < self.limits.max_models:
             return

@@ -14,12 +14,9 @@ _GZIP_OR_ZLIB = 47
 
 
 def inflate(content: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Return a request body without its compression.
+    """Return a request body without the compression that its header ``Content-Encoding`` names.
 
-    Args:
-        content: The body as it was sent.
-        encoding: The header ``Content-Encoding``.
-        max_bytes: Maximum size of the inflated body. No more is inflated.
+    No more than ``max_bytes`` are inflated.
 
     Raises:
         ValueError: The encoding is unknown, or the content is invalid or incomplete.
@@ -53,11 +50,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_json_prefix(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value that starts at an index, and the index after it.
-
-    Raises:
-        ValueError: See ``parse_json``.
-    """
+    """Return the JSON value that starts at an index, and the index after it."""
     return _DECODER.raw_decode(text, start)
 
 

@@ -40,11 +40,9 @@ class ValueSchema:
         return all(map(self.allows, ("", 0, 0.5, True, None, [], {})))
 
     def allows(self, value: Any, *, by_type: bool = False) -> bool:
-        """Return True if a value may stand here.
+        """Return True if a value, whose parts are not looked at, may stand here.
 
-        Args:
-            value: A JSON value. Its parts are not looked at.
-            by_type: Compare the types of ``enum`` and ``const`` alone.
+        ``by_type`` compares the types of ``enum`` and ``const`` alone.
         """
         return self._allows(value, self.schema, by_type, {}) is not False
 
@@ -92,12 +90,8 @@ class ValueSchema:
     ) -> bool | None:
         """Return True if a schema allows a value, and None if it only leads back to itself.
 
-        Args:
-            value: The value.
-            schema: The schema.
-            by_type: See ``allows``.
-            known: Results by the identity of a schema, so that each is read once. None while it is read.
-            depth: Number of references and branches that led here.
+        ``known`` has results by the identity of a schema, so that each is read once; None while it is read. ``depth``
+        counts the references and branches that led here.
         """
         if isinstance(schema, bool):
             return schema

@@ -18,11 +18,7 @@ class ServerClient(FolderUpdates):
     """HTTP connections to one server, and the calls that both engines have.
 
     Args:
-        url: ``http://host:port``.
-        api_key: The server's ``--api-key``.
         admin_api_key: Key for control calls; None if it is ``api_key``.
-        deadlines: Deadline of each kind of call.
-        adapter: True if requests are for the adapter of ``update_adapter``; False for the base weights.
         keep_admin_alive: Reuse the connections for control calls.
     """
 

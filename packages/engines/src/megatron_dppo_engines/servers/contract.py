@@ -50,14 +50,7 @@ class Contract:
 
 
 class SamplingMaskCheck:
-    """Checks of the sampling mask of a response of R tokens; the constructor checks its ids and counts.
-
-    Args:
-        generation: The response.
-        request: The request.
-        vocab_size: Every id is below it.
-        raise_violation: Called with each violation.
-    """
+    """Checks of the sampling mask of a response of R tokens; the constructor checks its ids and counts."""
 
     def __init__(
         self, generation: Generation, request: GenerateRequest, vocab_size: int, raise_violation: RaiseViolation
@@ -124,13 +117,10 @@ class SamplingMaskCheck:
             self._raise_violation(f"log-probability {row}", values[row], "0: the filters allow only this token")
 
     def check_topk(self, ids: NDArray[Any], values: NDArray[Any], tolerance: float) -> NDArray[np.bool_]:
-        """Check the Top-K ``[R, K]`` against the sets.
+        """Check the Top-K ``[R, K]`` against the sets; return True for each slot in use, [R, K].
 
         As many slots as a set has ids are in use. They hold ids of the set. If the set has no more ids than slots, they
         hold all of the probability.
-
-        Returns:
-            True for each slot in use, [R, K].
         """
         k = ids.shape[1]
         is_used = np.arange(k) < np.minimum(self.counts, k)[:, None]
@@ -396,16 +386,9 @@ class _ResponseCheck:
     def _check_candidates(
         self, name: str, ids: NDArray[Any], values: NDArray[Any], is_used: NDArray[np.bool_] | None = None
     ) -> NDArray[np.bool_]:
-        """Check the K most probable tokens.
+        """Check the K most probable tokens [R, K], in the slots that hold one (all if ``is_used`` is None).
 
-        Args:
-            name: Name of the column, for the error message.
-            ids: Their ids, [R, K].
-            values: Their log-probabilities, [R, K].
-            is_used: True for each slot that holds a token, [R, K]; None if all do.
-
-        Returns:
-            True where the sampled token is one of the K, [R].
+        Returns True where the sampled token is one of the K, [R].
         """
         size = self._contract.vocab_size
         tolerance = self._tolerance

@@ -97,11 +97,7 @@ class HttpClient:
         self._is_silent = False
 
     async def check(self, path: str, deadlines: Deadlines) -> object:
-        """Return the response to a cheap GET. While the server is silent, calls fail sooner.
-
-        Raises:
-            ServerError: As ``get``.
-        """
+        """Return the response to a cheap GET. While the server is silent, calls fail sooner."""
         try:
             response = await self.get(path, timeout=deadlines.silent if self._is_silent else deadlines.alive)
         except ServerError as error:
@@ -125,13 +121,9 @@ class HttpClient:
     ) -> object:
         """Return the JSON of the response, its text if it is not JSON, or None if it is empty.
 
-        Args:
-            path: Path with a leading slash.
-            body: Sent as JSON.
-            timeout: Seconds for all attempts and the waits between them.
-            repeat: The call may run twice on the server. If False, it is repeated only if no connection could be
-                opened, so that it never reached the server.
-            max_bytes: Largest response, inflated. No more is read or kept in memory.
+        ``timeout`` covers all attempts and the waits between them. ``repeat`` allows that the call runs twice on the
+        server. Without it, a call is repeated only if no connection could be opened, so that it never reached the
+        server. No more than ``max_bytes`` of the inflated response are read or kept in memory.
 
         Raises:
             ServerError: No connection, no response in time, a response that is not 2xx or too large.
@@ -221,17 +213,10 @@ class HttpClient:
 
 
 async def read_limited(response: aiohttp.ClientResponse, max_bytes: int) -> tuple[bytes, bool]:
-    """Read a response up to a size.
+    """Return an inflated body of at most ``max_bytes``, and False if it is longer and was cut off.
 
-    Args:
-        response: Response of a session without ``auto_decompress``.
-        max_bytes: Size of the inflated body, after which nothing more is read.
-
-    Returns:
-        The inflated body, and False if it is longer than ``max_bytes`` and was cut off.
-
-    Raises:
-        ServerError: The body is compressed in a way that was not asked for, or not as its header says.
+    The session has no ``auto_decompress``. A compression that was not asked for, or is another than the header says,
+    raises ``ServerError``.
     """
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     inflate = None

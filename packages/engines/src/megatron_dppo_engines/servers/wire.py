@@ -77,13 +77,9 @@ class GenerationReader(ResponseFields, ABC):
         candidates: Candidates,
         sampling_mask: SamplingMask | None,
     ) -> Generation:
-        """Return the response as a ``Generation``.
+        """Return the response as a ``Generation``; tokens and log-probabilities have shape [R].
 
-        Args:
-            tokens: Sampled tokens, [R].
-            logprobs: Their log-probabilities, [R].
-            candidates: The most probable tokens, after the sampling filters.
-            sampling_mask: Token ids that the filters allowed; None if the request did not ask for them.
+        The candidates are those after the sampling filters.
         """
         topk_ids, topk_logprobs = None, None
         if self._request.params.topk_logprobs:
@@ -109,11 +105,7 @@ class GenerationReader(ResponseFields, ABC):
 
     @classmethod
     def column_request(cls, params: SamplingParams) -> dict[str, Any]:
-        """Return the fields of a request that ask for the columns of ``params.columns``.
-
-        Raises:
-            ConfigError: The engine does not return one of them.
-        """
+        """Return the fields of a request that ask for the columns of ``params.columns``."""
         if missing := [name for name in params.columns if name not in cls.column_fields]:
             raise ConfigError(
                 f"these servers do not return {', '.join(missing)}, which the loss reads. Fix: use another "
@@ -196,14 +188,7 @@ def append_sampled_token(
 ) -> tuple[Tensor, Tensor]:
     """Append a slot that holds the sampled token if it is not one of the K, else -1 and 0 (see ``Completion``).
 
-    Args:
-        ids: The most probable tokens, [R, K].
-        values: Their log-probabilities, [R, K].
-        tokens: The sampled tokens, [R].
-        logprobs: Their log-probabilities, [R].
-
-    Returns:
-        Ids and log-probabilities, both [R, K + 1].
+    The most probable tokens are [R, K], the sampled ones [R], and the results [R, K + 1].
     """
     sampled = tokens[:, None]
     is_outside = ~(ids == sampled).any(1, keepdims=True)

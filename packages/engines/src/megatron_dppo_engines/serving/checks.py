@@ -81,9 +81,6 @@ def describe_server(url: str, engine: str, key: str | None = None, *, timeout: f
 
     A server that responds but does not generate may be paused by a trainer that ended in a weight sync. The next sync
     resumes it.
-
-    Raises:
-        ServerError: See ``identify_server``.
     """
     version, model = identify_server(url, engine, key, timeout=timeout)
     state = "healthy" if is_healthy(url, key, timeout=timeout) else f"responds, but {IDLE}"
@@ -113,11 +110,7 @@ def identify_server(url: str, engine: str, key: str | None = None, *, timeout: f
 
 
 def fetch_json(url: str, path: str, key: str | None, timeout: float) -> dict[str, Any]:
-    """Return the JSON object that a server returns for a GET.
-
-    Raises:
-        ServerError: No response, an HTTP error, or no JSON object.
-    """
+    """Return the JSON object that a server returns for a GET."""
     text = _get(url, path, key, timeout)
     try:
         value = json.loads(text)
@@ -171,13 +164,8 @@ def find_server_problems(
 ) -> list[str]:
     """Return every problem of one server, with the flag that fixes it.
 
-    Args:
-        url: URL of the server.
-        needs: Requirements of the run.
-        key: API key; None if the server has none.
-        timeout: Seconds for each request.
-        must_generate: The server must be able to generate now. False at the start of a run, whose first weight sync
-            resumes a server that an earlier trainer left paused.
+    ``must_generate`` is False at the start of a run, whose first weight sync resumes a server that an earlier trainer
+    left paused.
 
     Raises:
         ServerError: The server does not respond, or is another program.
@@ -205,9 +193,6 @@ def fetch_versions(
 
     A vLLM server with our worker extension reports them. SGLang does not: its versions are those of the environment of
     ``command``, or those that its version pins.
-
-    Raises:
-        ServerError: The server does not respond.
     """
     if engine == "vllm":
         try:

@@ -110,18 +110,10 @@ def find_mismatches(engine: Engine, server: CollectiveVersions, trainer: Collect
 
 
 def require_equal_versions(engine: Engine, command: Sequence[str], python: str) -> CollectiveVersions | None:
-    """Compare the environment of a server's command with that of the trainer, before servers start.
+    """Compare the environment of a server's command with that of the trainer's Python, before servers start.
 
-    Args:
-        engine: Engine of the servers.
-        command: ``rollout.servers.command``. Empty runs the servers with ``python``.
-        python: Interpreter of the trainer.
-
-    Returns:
-        Versions of the servers. None if they are unknown, or equal because both use one environment.
-
-    Raises:
-        ConfigError: NCCL differs.
+    Returns the versions of the servers; None if they are unknown, or both use one environment. Raises ``ConfigError``
+    if NCCL differs.
     """
     server = interpreter_versions(command)
     trainer = None if server is None else interpreter_versions([python])

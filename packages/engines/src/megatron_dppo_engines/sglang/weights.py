@@ -85,11 +85,7 @@ class SGLangWeightUpdates(ServerClient):
         await self._update("/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": folder})
 
     async def begin_update(self) -> None:
-        """See ``InferenceServer``.
-
-        Raises:
-            RuntimeError: The server is not paused: it would respond with half of the new weights.
-        """
+        """See ``InferenceServer``."""
         if not self._is_paused:
             raise RuntimeError(f"{self.url}: begin_update without pause")
         await self._set_version(self._unfinished_version)
@@ -129,11 +125,7 @@ class SGLangWeightUpdates(ServerClient):
         await self._update("/update_weights_from_tensor", body)
 
     async def join_group(self, host: str, port: int, rank_offset: int, world_size: int, backend: str) -> None:
-        """See ``InferenceServer``.
-
-        Raises:
-            ConfigError: The server has data or pipeline parallelism, whose ranks SGLang cannot tell apart here.
-        """
+        """See ``InferenceServer``."""
         # For its check only.
         await self._tp_size()
         name = transfer_group_name(host, port)
@@ -233,12 +225,9 @@ class SGLangWeightUpdates(ServerClient):
         await self._update("/resume_memory_occupation", {"tags": [tag]})
 
     async def _tp_size(self) -> int:
-        """Return the number of ranks.
+        """Return the number of ranks; refuse replicas and pipeline parallelism, whose ranks have no numbers here.
 
         With data-parallel attention the replicas are inside of the tensor-parallel ranks.
-
-        Raises:
-            ConfigError: The server has replicas or pipeline parallelism.
         """
         info = await self._server_info()
         for key, flag in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):

@@ -71,12 +71,9 @@ def sampling_params(params: SamplingParams, stop_token_ids: Sequence[int]) -> di
 
 
 def generate_body(request: GenerateRequest, *, flat: bool, adapter: str | None = None) -> dict[str, Any]:
-    """Return the body of ``/generate``.
+    """Return the body of ``/generate`` for the base weights, or for a LoRA adapter of the server.
 
-    Args:
-        request: Tokens to continue.
-        flat: True if the server has the flat Top-K encoding of responses (0.5.22).
-        adapter: Name of the LoRA adapter on the server; None for the base weights.
+    ``flat`` asks for the flat Top-K encoding of responses (0.5.22).
     """
     body: dict[str, Any] = {
         "rid": wire_id(request.request_id),
@@ -102,12 +99,7 @@ def generate_body(request: GenerateRequest, *, flat: bool, adapter: str | None =
 
 
 def decode_generation(response: object, request: GenerateRequest, url: str) -> Generation:
-    """Read the response to ``generate_body``.
-
-    Raises:
-        ContractViolation: A field that the request asks for is missing or has the wrong type; names the field.
-        ServerError: The body is no response of SGLang.
-    """
+    """Read the response to ``generate_body``."""
     reader = _Reader(response, request, url)
     reason = reader.finish_reason()
     if reason == FinishReason.ABORT and not reader.is_complete():

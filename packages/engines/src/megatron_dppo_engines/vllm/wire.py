@@ -67,12 +67,7 @@ def sampling_params(params: SamplingParams, stop_token_ids: Sequence[int]) -> di
 
 
 def generate_body(request: GenerateRequest, adapter: str | None = None) -> dict[str, Any]:
-    """Return the body of ``/inference/v1/generate``.
-
-    Args:
-        request: Tokens to continue.
-        adapter: Name of the LoRA adapter on the server; None for the base weights.
-    """
+    """Return the body of ``/inference/v1/generate`` for the base weights, or for a LoRA adapter of the server."""
     sampling = sampling_params(request.params, request.stop_token_ids)
     if request.routing is not None:
         sampling["routed_experts_prompt_start"] = request.routing_start
@@ -86,12 +81,7 @@ def generate_body(request: GenerateRequest, adapter: str | None = None) -> dict[
 
 
 def decode_generation(response: object, request: GenerateRequest, url: str) -> Generation:
-    """Read the response to ``generate_body``.
-
-    Raises:
-        ContractViolation: A field that the request asks for is missing or has the wrong type; names the field.
-        ServerError: The body is no response of vLLM.
-    """
+    """Read the response to ``generate_body``."""
     reader = _Reader(response, request, url)
     reason = reader.finish_reason()
     tokens = reader.tokens()
