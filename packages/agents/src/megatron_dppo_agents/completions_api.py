@@ -64,13 +64,8 @@ def read_chat(data: object) -> AgentRequest:
         forced_tool=choice.forced_tool,
         makes_parallel_calls=body.get("parallel_tool_calls") is not False,
         limit=read_limit(body, "max_completion_tokens", "max_tokens"),
-        model=common.model,
-        stream=common.stream,
-        stream_usage=common.stream_usage,
-        stop=common.stop,
         returns_logprobs=read_bool(body, "logprobs"),
-        returns_token_ids=common.returns_token_ids,
-        ignored=common.ignored,
+        **vars(common),
     )
 
 
@@ -135,7 +130,8 @@ def _read_message(message: Any, index: int) -> Message:
     role = "system" if role == "developer" else role
     if role not in _ROLES:
         raise CallError(f"messages[{index}] has the role {role!r:.80}; expected {', '.join(_ROLES)}")
-    result: Message = {"role": role, "content": _read_content(message.get("content"), index)}
+    content = text_of_parts(message.get("content"), ["text"], f"messages[{index}].content")
+    result: Message = {"role": role, "content": content}
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise CallError(f"messages[{index}].tool_calls = {calls!r:.80}, expected a list")
@@ -151,15 +147,13 @@ def _read_message(message: Any, index: int) -> Message:
     return result
 
 
-def _read_content(content: Any, index: int) -> str:
-    return text_of_parts(content, ["text"], f"messages[{index}].content")
-
-
 def response_body(response: AgentResponse) -> dict[str, Any]:
     """Return the complete body of a response."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": response.finish_reason, "logprobs": _logprobs(response)}
     if response.call.is_chat:
-        choice["message"] = {"role": "assistant", "content": _content(response), "refusal": None}
+        # Null and not empty: OpenAI's form of a message of tool calls alone.
+        content = None if response.tool_calls and not response.text else response.text
+        choice["message"] = {"role": "assistant", "content": content, "refusal": None}
         if response.reasoning:
             choice["message"]["reasoning_content"] = response.reasoning
         if response.tool_calls:
@@ -216,11 +210,6 @@ def _logprobs(response: AgentResponse) -> dict[str, Any] | None:
     if not response.call.returns_logprobs:
         return None
     return {"content": logprob_entries(response), "refusal": None}
-
-
-def _content(response: AgentResponse) -> str | None:
-    # Null and not empty: OpenAI's form of a message of tool calls alone.
-    return None if response.tool_calls and not response.text else response.text
 
 
 def _tool_calls(response: AgentResponse) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""HTTP endpoint for agents: the APIs of ``protocols``, and rewards, with a key for each episode.
+"""HTTP endpoint for agents: the APIs that sample responses, and rewards, with a key for each episode.
 
 Any process on the machine can connect. So everything before a valid key is limited: connections, headers and time; the
 body is not read. A program with a key can spoil its own episode only.
@@ -21,14 +21,19 @@ from aiohttp import web
 from megatron_dppo.engines.responder import LoopThread
 from megatron_dppo.rollout.turns import check_reward
 from megatron_dppo_agents.agent_request import MODEL, CallError
+from megatron_dppo_agents.completions_api import CHAT_COMPLETIONS, COMPLETIONS
 from megatron_dppo_agents.episode import Episode
+from megatron_dppo_agents.generate_api import GENERATE
 from megatron_dppo_agents.limited_server import LimitedServer
 from megatron_dppo_agents.loopback_network import LoopbackNetwork
-from megatron_dppo_agents.protocols import MESSAGES, PROTOCOLS, Protocol
+from megatron_dppo_agents.messages_api import MESSAGES, error_body
+from megatron_dppo_agents.protocol_record import Protocol
+from megatron_dppo_agents.responses_api import RESPONSES
 from megatron_dppo_conversations.formats.json_values import inflate, parse_json
 
 T = TypeVar("T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_PROTOCOLS = (CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, GENERATE)
 _TRANSFER_SECONDS = 30.0
 """Time in which a body must arrive, and in which a response must be read."""
 _REWARD_NOT_TAKEN = (
@@ -97,7 +102,7 @@ class Endpoint:
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[_errors_as_json])
         app.add_routes(
             [
-                *(web.post(each.path, partial(self._respond, protocol=each)) for each in PROTOCOLS),
+                *(web.post(each.path, partial(self._respond, protocol=each)) for each in _PROTOCOLS),
                 web.post(f"{MESSAGES.path}/count_tokens", self._count_tokens),
                 web.post("/v1/reward", self._reward),
                 web.post("/v1/segment", self._segment),
@@ -120,7 +125,7 @@ class Endpoint:
             raise CallError("the API key is not that of a running episode", 401, "invalid_api_key")
         assert self._server is not None
         connections = self._server.connections
-        limit = min(episode.max_calls + _MAX_EXTRA_REQUESTS, connections.max_connections // 4)
+        limit = min(episode.settings.max_calls + _MAX_EXTRA_REQUESTS, connections.max_connections // 4)
         if self._num_requests[episode] >= limit:
             raise CallError(f"{limit} requests of the episode are in progress", 429, "too_many_requests")
         self._num_requests[episode] += 1
@@ -138,7 +143,7 @@ class Endpoint:
             # Before the body is read, so that a call beyond the limit costs no transfer.
             episode.admit_call()
             read_json = await self._read_body(request)
-            is_trained = _read_flag(request, _TRAIN_HEADER, default=True)
+            is_trained = _is_trained(request)
             session = request.headers.get(_SESSION_HEADER, "")
             start = f"{request.path} {is_trained} {session}\n".encode("utf-8", "surrogateescape")
             digest = hashlib.sha256(start + await request.read()).digest()
@@ -244,13 +249,10 @@ class Endpoint:
         return lambda: _parse_body(content, encoding, self._max_body_bytes)
 
 
-def _read_flag(request: web.Request, name: str, *, default: bool) -> bool:
-    """Return a header that is ``true`` or ``false``."""
-    text = request.headers.get(name)
-    if text is None:
-        return default
+def _is_trained(request: web.Request) -> bool:
+    text = request.headers.get(_TRAIN_HEADER, "true")
     if text.lower() not in ("true", "false"):
-        raise CallError(f"the header {name} = {text!r:.80}, expected true or false")
+        raise CallError(f"the header {_TRAIN_HEADER} = {text!r:.80}, expected true or false")
     return text.lower() == "true"
 
 
@@ -313,7 +315,7 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
         print(f"warning  agents: {request.method} {request.path!r:.80} failed: {reason}", file=sys.stderr, flush=True)
         rejected = CallError(f"the endpoint failed: {reason}", 500)
     is_anthropic = request.path.startswith(MESSAGES.path) or "anthropic-version" in request.headers
-    body = MESSAGES.error_body(rejected) if is_anthropic else rejected.body
+    body = error_body(rejected) if is_anthropic else rejected.body
     return web.json_response(body, status=rejected.status)
 
 

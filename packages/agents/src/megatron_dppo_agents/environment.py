@@ -219,7 +219,6 @@ def _counts(kind: str, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _mean_rewards(runs: Sequence[AgentRun]) -> dict[str, float]:
-    """Return the mean reward of each agent's runs, by its name."""
     rewards: dict[str, list[float]] = {}
     for run in runs:
         rewards.setdefault(run.agent, []).append(run.reward)

@@ -94,11 +94,6 @@ class Episode:
         self._runs: tuple[AgentRun, ...] = ()
 
     @property
-    def max_calls(self) -> int:
-        """Maximum number of calls."""
-        return self.settings.max_calls
-
-    @property
     def is_cut_off(self) -> bool:
         """True if a limit rejected a call. Not for its length, if the agent went on with a shorter conversation."""
         return self._has_reached_limit or self._is_too_long
@@ -161,10 +156,10 @@ class Episode:
 
     def admit_call(self) -> None:
         """Count a call, before its body is read."""
-        if self._counts.admitted >= self.max_calls:
+        if self._counts.admitted >= self.settings.max_calls:
             self._has_reached_limit = True
             key = self._turns.prompt.limit_key("agent.max_calls")
-            raise CallError(f"the episode has made its {self.max_calls} calls ({key})", 400, "max_calls")
+            raise CallError(f"the episode has made its {self.settings.max_calls} calls ({key})", 400, "max_calls")
         self._counts.admitted += 1
 
     async def respond(
@@ -182,7 +177,7 @@ class Episode:
     async def count_tokens(self, read: Callable[[], AgentRequest]) -> int:
         """Return the number of prompt tokens that a call would have as the first of its conversation."""
         counted = self._counts.token_counts
-        if counted >= self.max_calls * _COUNTS_PER_CALL:
+        if counted >= self.settings.max_calls * _COUNTS_PER_CALL:
             raise CallError(
                 f"the episode has counted tokens {counted} times, {_COUNTS_PER_CALL} for each of its calls "
                 f"({self._turns.prompt.limit_key('agent.max_calls')})",

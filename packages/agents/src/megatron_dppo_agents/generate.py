@@ -221,7 +221,6 @@ def _agent_name(config: AgentConfig) -> str:
 
 
 def _load_program(config: AgentConfig, run_folder: Path) -> Agent:
-    """Return the program or the environment."""
     if config.isolation in CONTAINER_TOOLS:
         assert config.command is not None
         return ContainerAgent(config.command, config, run_folder)
@@ -242,7 +241,6 @@ def _load_program(config: AgentConfig, run_folder: Path) -> Agent:
 
 
 def _check_namespace(config: AgentConfig) -> None:
-    """Check that a program can be started in namespaces of its own."""
     # The limits are those of the agent's program, not of this one.
     unlimited = config.model_copy(update={"max_memory_gb": None, "max_cpu_seconds": None})
     done = subprocess.run(isolated_command(["true"], unlimited), capture_output=True, text=True, check=False)

@@ -199,4 +199,4 @@ def error_body(error: CallError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": f"{prefix}{error}"}}
 
 
-MESSAGES = Protocol("/v1/messages", read_messages, message_body, message_events, error_body)
+MESSAGES = Protocol("/v1/messages", read_messages, message_body, message_events)

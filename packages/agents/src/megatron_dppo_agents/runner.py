@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -178,9 +179,6 @@ async def run_program(
 
     The task is on its standard input.
 
-    Returns:
-        Exit status, and the end of the output.
-
     Raises:
         OSError: The program cannot be started.
     """
@@ -247,32 +245,21 @@ async def _run_in_thread(function: Callable[[], Any]) -> Any:
 
     A thread cannot be ended. When the call is canceled it goes on, and does not keep the process from exiting.
     """
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
-
-    def deliver(value: Any, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is None:
-            result.set_result(value)
-        else:
-            result.set_exception(error)
+    result: Future[Any] = Future()
+    # Not to be cancelled by that of its caller, before it has a result.
+    result.set_running_or_notify_cancel()
 
     def work() -> None:
-        value: Any = None
-        error: BaseException | None = None
         try:
-            value = function()
-        except StopIteration as raised:  # a future cannot hold it
-            error = RuntimeError(f"StopIteration: {raised}")
-        except BaseException as raised:
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(deliver, value, error)
+            result.set_result(function())
+        except StopIteration as error:  # a future of asyncio cannot hold it
+            result.set_exception(RuntimeError(f"StopIteration: {error}"))
+        except BaseException as error:
+            result.set_exception(error)
 
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(work,), name="agent-function", daemon=True).start()
-    return await result
+    return await asyncio.wrap_future(result)
 
 
 async def run_with_time_limit(work: Coroutine[Any, Any, T], episode: Episode, seconds: float) -> T:

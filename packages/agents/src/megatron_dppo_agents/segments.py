@@ -33,8 +33,8 @@ def join_segments(segments: Sequence[Completion], last: int) -> Completion:
     starts = [0, *accumulate(lengths)]
     columns: dict[str, Any] = {
         str(column.response): _join_column(column, segments)
-        for column in _columns()
-        if getattr(segments[0], str(column.response)) is not None
+        for column in TOKEN_COLUMNS
+        if column.response is not None and getattr(segments[0], column.response) is not None
     }
     spans = [
         span._replace(start=span.start + start, end=span.end + start)
@@ -66,8 +66,3 @@ def _join_column(column: TokenColumn, segments: Sequence[Completion]) -> TokenRo
         if column.alignment == Alignment.INPUTS and is_followed and isinstance(rows, Tensor):
             parts.append(column.filled(1, rows))
     return column.join(parts)
-
-
-def _columns() -> list[TokenColumn]:
-    """Return the columns that a completion has."""
-    return [column for column in TOKEN_COLUMNS if column.response is not None]
