@@ -46,6 +46,11 @@ GREEK_LETTERS = frozenset((
 _WORDS = sorted([*_FUNCTIONS, *_LOGARITHMS, *_BINARY, *_CONSTANTS, "sqrt", "abs", "theta", "alpha", "beta"], key=len)[
     ::-1
 ]
+_FACTORS = frozenset((
+    *_FUNCTIONS, *_LOGARITHMS, *_BINARY, *_CONSTANTS, *GREEK_LETTERS,
+    "frac", "sqrt", "binom", "{", "lfloor", "lceil", "overline", "bar", "vec",
+))  # fmt: skip
+"""Commands with which a factor begins."""
 _NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+")
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
@@ -161,14 +166,7 @@ class _Reader:
             return not self._bars
         if token.isalnum() or token in ("(", "[", "{", "."):
             return token.isascii()
-        return token.startswith("\\") and (
-            token[1:] in _FUNCTIONS
-            or token[1:] in _LOGARITHMS
-            or token[1:] in _BINARY
-            or token[1:] in _CONSTANTS
-            or token[1:] in GREEK_LETTERS
-            or token in ("\\frac", "\\sqrt", "\\binom", "\\{", "\\lfloor", "\\lceil", "\\overline", "\\bar", "\\vec")
-        )
+        return token.startswith("\\") and token[1:] in _FACTORS
 
     def _power(self) -> Expr:
         value = self._postfix(self._primary())
@@ -189,10 +187,8 @@ class _Reader:
                 return value
 
     def _exponent(self) -> Expr:
-        if self.take("{"):
-            value = self.sum()
-            self.expect("}")
-            return value
+        if self.peek() == "{":
+            return self._group("{")
         if self.take("-"):
             return -self._exponent()
         value = self._postfix(self._primary())
@@ -244,10 +240,8 @@ class _Reader:
 
     def _argument(self) -> Expr:
         r"""Read an argument of ``\frac`` and its kin: a group, one digit, or one symbol."""
-        if self.take("{"):
-            value = self.sum()
-            self.expect("}")
-            return value
+        if self.peek() == "{":
+            return self._group("{")
         token = self.peek()
         if token.isdigit():
             self.position += 1

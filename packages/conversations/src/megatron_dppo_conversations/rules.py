@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_dppo_conversations.formats.base import make_tool_call
 from megatron_dppo_conversations.formats.json_values import parse_json
-from megatron_dppo_conversations.formats.schemas import Tools, ValueSchema, find_function
+from megatron_dppo_conversations.formats.schemas import Tools, ValueSchema, parameters_schema
 
 Message = Mapping[str, Any]
 NOTE_ROLES = ("system", "developer")
@@ -75,16 +75,15 @@ def read_tool_call(call: Any, name: str) -> dict[str, Any]:
 
 def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     """Return messages whose tool calls have their arguments as text, which the templates of some families need."""
-    return [_with_text_arguments(message) if message.get("tool_calls") else message for message in messages]
-
-
-def _with_text_arguments(message: Message) -> Message:
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append({**call, "function": {**call["function"], "arguments": text}})
-    return {**message, "tool_calls": calls}
+    result = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"]["arguments"]
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            calls.append({**call, "function": {**call["function"], "arguments": text}})
+        result.append({**message, "tool_calls": calls} if calls else message)
+    return result
 
 
 def fold_notes(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -160,11 +159,9 @@ def read_row_calls(calls: Any, name: str, tools: Tools, *, is_columnar: bool) ->
     is_filled = is_columnar or _fill_each_other(calls)
     for each in calls:
         call = read_tool_call(each, name)
-        function = find_function(tools, call["function"]["name"])
-        parameters = None if function is None else function.get("parameters")
-        schema = ValueSchema(parameters, (parameters,))
-        arguments = _without_fillers(call["function"]["arguments"], schema, is_filled=is_filled)
-        call["function"]["arguments"] = arguments
+        function = call["function"]
+        schema = parameters_schema(tools, function["name"])
+        function["arguments"] = _without_fillers(function["arguments"], schema, is_filled=is_filled)
         result.append(call if call["id"] else {key: part for key, part in call.items() if key != "id"})
     return result
 

@@ -71,12 +71,8 @@ class AdapterSpec:
                 f"train_mlp = {self.train_mlp} and train_attn = {self.train_attn} leave none of lora.target_modules = "
                 f"{served.target_modules}. This server adapts no output layer (train_unembed)"
             )
-        return _with_values(served, rank=self.rank, target_modules=targets)
-
-
-def _with_values(section: LoraConfig, **values: Any) -> LoraConfig:
-    """Return a checked copy of the section with other values."""
-    return LoraConfig.model_validate(section.model_dump(exclude_unset=True) | values)
+        values = served.model_dump(exclude_unset=True) | {"rank": self.rank, "target_modules": targets}
+        return LoraConfig.model_validate(values)
 
 
 @dataclass(frozen=True)

@@ -47,14 +47,16 @@ class SampleJob:
     """A request for samples, checked."""
 
     sampler: Sampler
+    body: Sample
     prompt: tuple[int, ...]
-    num_samples: int
     params: SamplingParams
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...]
-    has_seed: bool
-    prompt_logprobs: bool
-    last_n: int | None
+
+    @property
+    def has_seed(self) -> bool:
+        """True if the client chose the random numbers."""
+        return self.body.sampling_params.seed is not None
 
     @property
     def key(self) -> tuple[object, ...] | None:
@@ -90,14 +92,11 @@ def read_job(body: Sample, sampler: Sampler, *, vocab_size: int, max_tokens: int
     )
     return SampleJob(
         sampler=sampler,
+        body=body,
         prompt=prompt,
-        num_samples=body.num_samples,
         params=params,
         stop_token_ids=stop_token_ids,
         stop_strings=tuple(stop for stop in stops if isinstance(stop, str)),
-        has_seed=options.seed is not None,
-        prompt_logprobs=bool(body.prompt_logprobs),
-        last_n=last_n,
     )
 
 
@@ -119,12 +118,12 @@ class SamplingEngine:
         params = first.params
         if not first.has_seed:
             params = SamplingParams(**vars(params) | {"seed": secrets.randbits(62)})
-        prompts = [_prompt(job.prompt) for job in jobs for _ in range(job.num_samples)]
+        prompts = [_prompt(job.prompt) for job in jobs for _ in range(job.body.num_samples)]
         completions = iter(self._engine.generate(prompts, params, first.stop_token_ids))
         responses = []
         for job in jobs:
-            sequences = [self._sequence(next(completions), job.stop_strings) for _ in range(job.num_samples)]
-            responses.append(write_samples(sequences, self._prompt_logprobs(job) if job.prompt_logprobs else None))
+            sequences = [self._sequence(next(completions), job.stop_strings) for _ in range(job.body.num_samples)]
+            responses.append(write_samples(sequences, self._prompt_logprobs(job) if job.body.prompt_logprobs else None))
         return responses
 
     def close(self) -> None:
@@ -169,8 +168,8 @@ class SamplingEngine:
                 advantages=torch.zeros(count),
             )
             result[1:] = require_finite(rescore_by_engine(self._engine, [sample], 1.0)[0])
-        if job.last_n is not None:
-            result[: -job.last_n] = torch.nan
+        if job.body.prompt_logprobs_last_n is not None:
+            result[: -job.body.prompt_logprobs_last_n] = torch.nan
         return result
 
 

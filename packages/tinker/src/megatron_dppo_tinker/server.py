@@ -89,16 +89,26 @@ class TinkerServer:
             "asample": (bodies.Sample, service.submit_sample),
             "weights_info": (bodies.WeightsInfo, service.weights_info),
         }
+        flags = {
+            "pjwt_auth_enabled": False,
+            "proto_compress_fwdbwd": False,
+            # One part after another, in the order of their numbers, each within the limit of a body.
+            "parallel_fwdbwd_chunks": False,
+            "fwdbwd_max_chunk_bytes_count": self._max_body_bytes // 4,
+            "use_pyqwest_transport": False,
+            # A sampler serves one batch after another: a late one is not stuck.
+            "sample_enable_stuck_detection": False,
+        }
         routes = [web.post(f"/api/v1/{name}", self._json_handler(*each)) for name, each in answered_by.items()]
         routes += [
             web.post("/api/v1/forward_backward", self._forward_backward),
             web.post("/api/v1/retrieve_future", self._retrieve),
-            web.post("/api/v1/client/config", self._client_config),
+            web.post("/api/v1/client/config", _constant(flags)),
             web.post("/api/v1/client/dynamic_config", _constant({"sample_cancel_enabled": False})),
             web.post("/api/v1/telemetry", _constant({"status": "accepted"})),
             web.post("/api/v1/sessions/{name}/finish", self._finish),
             web.get("/api/v1/healthz", _constant({"status": "ok"})),
-            web.get("/api/v1/get_server_capabilities", self._capabilities),
+            web.get("/api/v1/get_server_capabilities", _constant(service.capabilities())),
             web.get("/api/v1/samplers/{name}", self._sampler),
         ]
         app.add_routes(routes)
@@ -135,21 +145,8 @@ class TinkerServer:
             return web.Response(body=result, content_type=_PROTOBUF)
         return web.json_response(result)
 
-    async def _client_config(self, request: web.Request) -> web.StreamResponse:
-        del request
-        flags: dict[str, Any] = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False}
-        # One part after another, in the order of their numbers, each within the limit of a body.
-        flags |= {"parallel_fwdbwd_chunks": False, "fwdbwd_max_chunk_bytes_count": self._max_body_bytes // 4}
-        # A sampler serves one batch after another: a late one is not stuck.
-        flags |= {"use_pyqwest_transport": False, "sample_enable_stuck_detection": False}
-        return web.json_response(flags)
-
     async def _finish(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(self._service.finish_session(request.match_info["name"]))
-
-    async def _capabilities(self, request: web.Request) -> web.StreamResponse:
-        del request
-        return web.json_response(self._service.capabilities())
 
     async def _sampler(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(self._service.sampler_info(request.match_info["name"]))

@@ -136,12 +136,11 @@ class ValueSchema:
         return None
 
 
-def parameter_schemas(tools: Tools, name: str) -> tuple[Mapping[str, ValueSchema], ValueSchema]:
-    """Return the schemas of a tool's parameters by name, and that of any other parameter."""
+def parameters_schema(tools: Tools, name: str) -> ValueSchema:
+    """Return the schema of the parameters of a tool; one that allows everything if there is no such tool."""
     function = find_function(tools, name)
     parameters = None if function is None else function.get("parameters")
-    schema = ValueSchema(parameters, (parameters,))
-    return schema.property_schemas(), schema.other_properties()
+    return ValueSchema(parameters, (parameters,))
 
 
 def _branches(schema: Mapping[str, Any], key: str) -> list[Any]:
