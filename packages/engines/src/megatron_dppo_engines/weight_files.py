@@ -139,16 +139,13 @@ def open_weight_file(file: Path) -> Any:
     # Opening a named pipe would wait forever.
     if not file.is_file():
         raise CheckpointError(f"{file} is not a file; copy the folder again")
-    if _is_lfs_pointer(file):
+    # A text file in place of a large one that was not fetched.
+    with file.open("rb") as stream:
+        is_pointer = stream.read(len(_LFS_POINTER)) == _LFS_POINTER
+    if is_pointer:
         raise CheckpointError(f"{file} is a pointer of Git LFS, not the weights; run git lfs pull in its folder")
     try:
         return safe_open(file, framework="pt")
     # torch maps the file and raises RuntimeError if the system refuses.
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{file} is not a readable safetensors file: {error}. Copy the file again") from error
-
-
-def _is_lfs_pointer(file: Path) -> bool:
-    """Return True for a text file that Git LFS leaves in place of a large file that was not fetched."""
-    with file.open("rb") as stream:
-        return stream.read(len(_LFS_POINTER)) == _LFS_POINTER

@@ -188,6 +188,7 @@ def check_frame(generation: Generation, request: GenerateRequest, contract: Cont
     if len(generation.token_ids):
         response.check_tokens()
         response.check_columns()
+        response.check_topk_columns()
         response.check_sampling_mask()
         response.check_routes()
 
@@ -281,8 +282,9 @@ class _ResponseCheck:
             if stop_reason is not None:
                 end_tokens |= set(self._contract.special_tokens)
             if last not in end_tokens:
+                some = ", ".join(map(str, sorted(end_tokens)[:8])) + (", ..." if len(end_tokens) > 8 else "")
                 expected = (
-                    f"an end token ({_join_some(sorted(end_tokens))}) for the finish reason 'stop'. If it is one, name "
+                    f"an end token ({some}) for the finish reason 'stop'. If it is one, name "
                     "it in eos_token_id of the model's generation_config.json"
                 )
                 self._raise_violation("last token", last, expected)
@@ -317,11 +319,6 @@ class _ResponseCheck:
         self._check_candidates("most probable token", ids, values)
 
     def check_columns(self) -> None:
-        """Check that requested columns are there, that others are not, and their shapes and limits."""
-        self._check_columns_on_request()
-        self._check_topk_columns()
-
-    def _check_columns_on_request(self) -> None:
         for name, (low, high) in COLUMN_LIMITS.items():
             rows = getattr(self._generation, name)
             if name not in self._request.params.columns:
@@ -336,7 +333,7 @@ class _ResponseCheck:
             is_good = np.isfinite(values) & (values >= low - self._tolerance) & (values <= high + self._tolerance)
             self._check_rows(name, is_good, values, f"a finite number of {low:g} to {high:g}")
 
-    def _check_topk_columns(self) -> None:
+    def check_topk_columns(self) -> None:
         """Check that there is a Top-K if the request asks for one, with K + 1 columns."""
         k = self._request.params.topk_logprobs
         ids = self._generation.topk_token_ids
@@ -455,7 +452,3 @@ def _first_difference(received: Sequence[int], sent: Sequence[int]) -> tuple[int
     received_value = received[index] if index < len(received) else "missing"
     sent_value = sent[index] if index < len(sent) else "missing"
     return index, received_value, sent_value
-
-
-def _join_some(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values[:8])) + (", ..." if len(values) > 8 else "")

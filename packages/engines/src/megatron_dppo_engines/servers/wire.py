@@ -90,17 +90,17 @@ class GenerationReader(ResponseFields, ABC):
         """Return the part of the echo that every response has, also if the request was aborted in the queue."""
 
     @abstractmethod
-    def counts(self) -> tuple[Mapping[str, Any], str]:
+    def _counts(self) -> tuple[Mapping[str, Any], str]:
         """Return the object with the numbers of tokens, and its path."""
 
     @abstractmethod
-    def stop_reason(self) -> object:
+    def _stop_reason(self) -> object:
         """Return what ended the response, as the server names it."""
 
     def echo(self, best_ids: NDArray[np.int32], best_logprobs: NDArray[np.float32]) -> Echo:
         """Return what a complete response reports about itself; both arguments have shape [R]."""
         prompt = self.require(self.response, "prompt_token_ids", "prompt_token_ids")
-        counts, path = self.counts()
+        counts, path = self._counts()
         fields = {key: f"{path}.{key}" for key in ("prompt_tokens", "completion_tokens")}
         lengths = [self.read_integer(self.require(counts, key, field), field) for key, field in fields.items()]
         return Echo(
@@ -108,7 +108,7 @@ class GenerationReader(ResponseFields, ABC):
             prompt_token_ids=tuple(self.read_integers(prompt, "prompt_token_ids")),
             prompt_length=lengths[0],
             response_length=lengths[1],
-            matched_stop=read_stop_reason(self.stop_reason()),
+            matched_stop=read_stop_reason(self._stop_reason()),
             best_token_ids=best_ids,
             best_logprobs=best_logprobs,
         )

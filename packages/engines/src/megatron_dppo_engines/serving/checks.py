@@ -70,7 +70,7 @@ class ServerRequirements:
 def is_healthy(url: str, key: str | None = None, *, timeout: float = 10.0) -> bool:
     """Return True if the server's /health responds with 200 within ``timeout`` seconds."""
     try:
-        _get(url, "/health", key, timeout)
+        _request(url, "/health", key, timeout)
     except ServerError:
         return False
     return True
@@ -111,7 +111,7 @@ def identify_server(url: str, engine: str, key: str | None = None, *, timeout: f
 
 def fetch_json(url: str, path: str, key: str | None, timeout: float) -> dict[str, Any]:
     """Return the JSON object that a server returns for a GET."""
-    text = _get(url, path, key, timeout)
+    text = _request(url, path, key, timeout)
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -133,21 +133,14 @@ def _field(url: str, path: str, key: str | None, timeout: float, *names: str | i
     return value
 
 
-def _get(url: str, path: str, key: str | None, timeout: float) -> bytes:
-    return _request(url, path, key, timeout, None)
-
-
-def _post(url: str, path: str, body: Mapping[str, Any], key: str | None, timeout: float) -> bytes:
-    return _request(url, path, key, timeout, json.dumps(body).encode())
-
-
-def _request(url: str, path: str, key: str | None, timeout: float, body: bytes | None) -> bytes:
+def _request(url: str, path: str, key: str | None, timeout: float, body: Mapping[str, Any] | None = None) -> bytes:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     if body is not None:
         headers["Content-Type"] = "application/json"
     method = "GET" if body is None else "POST"
+    data = None if body is None else json.dumps(body).encode()
     try:
-        request = urllib.request.Request(url.rstrip("/") + path, data=body, headers=headers)
+        request = urllib.request.Request(url.rstrip("/") + path, data=data, headers=headers)
         with _opener.open(request, timeout=timeout) as response:
             return bytes(response.read())
     except urllib.error.HTTPError as error:
@@ -196,7 +189,7 @@ def fetch_versions(
     """
     if engine == "vllm":
         try:
-            answer = json.loads(_post(url, "/collective_rpc", {"method": _VERSIONS_CALL}, key, timeout))
+            answer = json.loads(_request(url, "/collective_rpc", key, timeout, {"method": _VERSIONS_CALL}))
             return parse_versions(answer["results"][0])
         except (ServerError, ValueError, LookupError, TypeError):
             # Without the extension, or with one of an older version of this package.

@@ -71,7 +71,7 @@ def assumed_versions(engine: Engine, version: str) -> CollectiveVersions:
 def pinned_versions(engine: Engine, version: str) -> CollectiveVersions:
     """Return what pip installs with a version of an engine; unknown versions give None."""
     torch = TORCH_OF_ENGINE[engine].get(version)
-    nccl = None if torch is None else NCCL_OF_TORCH.get(_minor(torch))
+    nccl = None if torch is None else NCCL_OF_TORCH.get(".".join(torch.split(".")[:2]))
     return CollectiveVersions(torch=torch, nccl=nccl, source=f"which {engine} {version} pins" if torch else "")
 
 
@@ -130,10 +130,6 @@ def _pip_lines(engine: Engine, server: CollectiveVersions, trainer: CollectiveVe
     if server.torch is not None:
         lines.append(f"pip install 'torch=={server.torch.partition('+')[0]}' in the trainer's")
     return ", or ".join(lines) or f"install torch with NCCL {server.nccl} in the trainer's environment"
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
 
 
 def _shown(value: str | None) -> str:

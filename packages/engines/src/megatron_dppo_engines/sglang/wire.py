@@ -144,23 +144,18 @@ class _Reader(GenerationReader):
         return {"type": reason} if isinstance(reason, str) else self.read_object(reason, "meta_info.finish_reason")
 
     def finish_reason(self) -> FinishReason:
-        """Return ``stop``, ``length`` or ``abort``."""
         return self.read_finish_reason(self._finish_reason_object().get("type"), "meta_info.finish_reason")
 
     def tokens(self) -> NDArray[np.int32]:
-        """Return the sampled tokens, [R]."""
         return self.read_ids(self.require(self.response, "output_ids", "output_ids"), "output_ids")
 
     def echo_request_id(self) -> Echo:
-        """See ``GenerationReader``."""
         return Echo(request_id=parse_wire_id(self.read_string(self.field("id"), "meta_info.id")))
 
-    def counts(self) -> tuple[Mapping[str, Any], str]:
-        """See ``GenerationReader``."""
+    def _counts(self) -> tuple[Mapping[str, Any], str]:
         return self.parent, self.path
 
-    def stop_reason(self) -> object:
-        """See ``GenerationReader``."""
+    def _stop_reason(self) -> object:
         return self._finish_reason_object().get("matched")
 
     def logprobs(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -218,7 +213,6 @@ class _Reader(GenerationReader):
         return self.read_packed_array(self.field(name), dtype, f"meta_info.{name}")
 
     def routed_experts(self, response_length: int) -> Tensor | None:
-        """Return the routes ``[P + R - 1 - routing_start, L, k]``; None if the request did not ask for them."""
         shape = self._request.routing
         if shape is None:
             return None

@@ -116,24 +116,19 @@ class _Reader(GenerationReader):
         self.parent = choices[0]
 
     def finish_reason(self) -> FinishReason:
-        """Return ``stop``, ``length`` or ``abort``."""
         return self.read_finish_reason(self.field("finish_reason"), "choices[0].finish_reason")
 
     def tokens(self) -> NDArray[np.int32]:
-        """Return the sampled tokens, [R]."""
         return self.read_ids(self.field("token_ids"), "choices[0].token_ids")
 
     def echo_request_id(self) -> Echo:
-        """See ``GenerationReader``."""
         name = self.read_string(self.require(self.response, "request_id", "request_id"), "request_id")
         return Echo(request_id=name.removeprefix(_PREFIX))
 
-    def counts(self) -> tuple[Mapping[str, Any], str]:
-        """See ``GenerationReader``."""
+    def _counts(self) -> tuple[Mapping[str, Any], str]:
         return self.read_object(self.require(self.response, "usage", "usage"), "usage"), "usage"
 
-    def stop_reason(self) -> object:
-        """See ``GenerationReader``."""
+    def _stop_reason(self) -> object:
         return self.parent.get("stop_reason")
 
     def entries(self, tokens: NDArray[np.int32]) -> list[dict[str, Any]]:
@@ -188,7 +183,6 @@ class _Reader(GenerationReader):
             self.reject(f"{_CONTENT}[{step}].top_logprobs", detail)
 
     def routed_experts(self, response_length: int) -> Tensor | None:
-        """Return the routes ``[P + R - 1 - routing_start, L, k]``; None if the request did not ask for them."""
         shape = self._request.routing
         if shape is None:
             return None
