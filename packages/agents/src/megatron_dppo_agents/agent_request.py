@@ -75,7 +75,6 @@ class AgentRequest:
     stream: bool = False
     stream_usage: bool = False
     ignored: tuple[str, ...] = ()
-    """Names of the settings that are ignored."""
 
     @property
     def min_tokens(self) -> int:

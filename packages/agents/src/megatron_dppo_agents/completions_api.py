@@ -213,7 +213,6 @@ def _logprobs(response: AgentResponse) -> dict[str, Any] | None:
 
 
 def _tool_calls(response: AgentResponse) -> list[dict[str, Any]]:
-    """Return the tool calls with their arguments as text, as in OpenAI's API."""
     return [
         {**call, "function": {"name": call["function"]["name"], "arguments": arguments_text(call)}}
         for call in response.tool_calls

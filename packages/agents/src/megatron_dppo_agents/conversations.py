@@ -26,7 +26,6 @@ class ForkReason(StrEnum):
     HISTORY = "history"
     """Its messages before or after that response differ, or it has another text in the place of the response."""
     TOOLS = "tools"
-    """It has other tools."""
     TEMPLATE = "template"
     """The chat template would write other text for the messages so far, such as without their thoughts."""
     PARALLEL = "parallel"
@@ -66,7 +65,6 @@ class Conversation:
     text: str | None = None
     """Prompt and responses of completions by text."""
     response_keys: set[str] = field(default_factory=set)
-    """Keys of its responses."""
     turns: list[TurnSpan] = field(default_factory=list)
     is_busy: bool = False
     """True while a call samples. Its tokens then go on in a way that no other call can continue."""

@@ -271,7 +271,6 @@ async def _call(function: Callable[..., None], *arguments: object) -> None:
 
 
 async def _run_in_episode_loop(episode: Episode, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in the event loop that the episode's samples belong to."""
     error_at_end = CallError("the episode has ended", 503, "episode_over")
     try:
         future = asyncio.run_coroutine_threadsafe(coroutine, episode.loop)

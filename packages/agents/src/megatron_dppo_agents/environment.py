@@ -167,7 +167,6 @@ class _EnvironmentProcess:
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """End the process and what it has started."""
         with suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()

@@ -87,7 +87,6 @@ class Episode:
         self._prepare_lock = asyncio.Lock()
         self._counts = CallCounts()
         self.calls = RunningCalls(self._counts)
-        """Calls in progress."""
         self.stored_responses = StoredResponses()
         self._tool_clock = ToolClock()
         self._call_ids = CallIds()
@@ -323,7 +322,6 @@ class Episode:
         return response
 
     def _append(self, prepared: PreparedCall, *, is_trained: bool, session: str) -> Conversation:
-        """Append the tokens of a call to its conversation, or begin one."""
         call = prepared.request
         tokens = [*prepared.continuation.token_ids, *prepared.opening]
         conversation = prepared.continuation.conversation

@@ -17,7 +17,6 @@ class AgentRun(NamedTuple):
     session: str
     """``X-Session-ID`` of its calls."""
     agent: str
-    """Name of the agent."""
     is_trained: bool
     """False if its responses are left out of training."""
     reward: float

@@ -29,7 +29,6 @@ class Protocol:
     read: Callable[[object, StoredResponses], AgentRequest]
     """Reads a body. Raises ``CallError``."""
     body: Callable[[AgentResponse], dict[str, Any]]
-    """Returns the body of a response."""
     events: Callable[[AgentResponse], Iterator[bytes]] | None
     """Yields the server-sent events of a complete response. None: ``read`` refuses streams."""
     store: Callable[[AgentResponse, StoredResponses], None] | None = None

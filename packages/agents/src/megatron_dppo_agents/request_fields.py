@@ -14,9 +14,7 @@ _MAX_MODEL_NAME = 256
 BEGUN_ANSWER = "the beginning of a response cannot be given"
 """Rule of all APIs: tokens of a response are sampled, from the first one on."""
 _MAX_STOPS = 16
-"""Maximum number of stop strings."""
 _MAX_STOP_LENGTH = 256
-"""Maximum length of a stop string in characters."""
 _IGNORED_SETTINGS: Mapping[str, Any] = {
     "temperature": None,
     "top_p": None,

@@ -164,7 +164,6 @@ def _reasoning_text(item: Mapping[str, Any], name: str) -> str:
 
 
 def _output(response: AgentResponse) -> list[dict[str, Any]]:
-    """Return the output items of a response."""
     name = response.name
     items: list[dict[str, Any]] = []
     if response.reasoning:

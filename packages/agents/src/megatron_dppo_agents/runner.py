@@ -166,7 +166,6 @@ class _ProgramProtocol(asyncio.subprocess.SubprocessStreamProtocol):
         self.exited: asyncio.Future[None] = loop.create_future()
 
     def process_exited(self) -> None:
-        """See ``asyncio.SubprocessProtocol``."""
         super().process_exited()
         if not self.exited.done():
             self.exited.set_result(None)

@@ -24,7 +24,6 @@ class RunningCalls:
         self.interrupted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises the exception that ends the episode from the policy's side: a cancellation or a server error."""
         self.clock = AgentClock()
-        """Time of the agent."""
         self._counts = counts
         self._by_digest: dict[bytes, asyncio.Task[AgentResponse]] = {}
         """Calls in progress by the digest of their bodies."""

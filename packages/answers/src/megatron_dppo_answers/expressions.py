@@ -101,7 +101,6 @@ class _Reader:
         return match[0] if match else self.text[self.position : self.position + 1]
 
     def take(self, token: str) -> bool:
-        """Read the token if it is next."""
         if self.peek() != token:
             return False
         # ``peek`` shows ** as ^.
@@ -113,7 +112,6 @@ class _Reader:
             raise CannotRead(f"{self.text[:100]!r}: expected {token!r} at {self.position}")
 
     def sum(self) -> Expr:
-        """Read terms with + and -."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise CannotRead("nested too deep")

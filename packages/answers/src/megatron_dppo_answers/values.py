@@ -218,7 +218,6 @@ def _top_level(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _read(text: str) -> Value:
-    """Read a list, or a single value."""
     text = text.strip()
     if name := _NAMED_SETS.get(plain_words(text)) or _NAMED_SETS.get(text.replace(" ", "")):
         return NamedSet(text, name)
@@ -282,7 +281,6 @@ def _read_chain_side(text: str) -> Value:
 
 
 def _read_side(text: str) -> Value:
-    """Read a value without relations."""
     if name := _NAMED_SETS.get(text.replace(" ", "")):
         return NamedSet(text, name)
     parts, signs = split_top(text, _SET_SIGNS)

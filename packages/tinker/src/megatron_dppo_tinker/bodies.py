@@ -193,7 +193,6 @@ def _refuse(value: Any) -> None:
 
 
 NotServed = Annotated[None, BeforeValidator(_refuse)]
-"""A field that must be off."""
 
 
 class Sample(Body):

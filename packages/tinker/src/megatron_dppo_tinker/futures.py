@@ -28,7 +28,6 @@ class Request:
     """Size of what waits, then of the result."""
     result: Result | None = None
     is_fetched: bool = False
-    """True once the client has been sent the result."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 

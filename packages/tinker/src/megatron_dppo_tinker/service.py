@@ -77,7 +77,6 @@ class Service:
     base_model: str
     """Name by which clients ask for the model."""
     folder: Path
-    """Folder of the checkpoints."""
     limits: Limits
     queue: RequestQueue = field(init=False)
 
@@ -321,7 +320,6 @@ class Service:
 
     @contextmanager
     def _weights(self, sampler: Sampler) -> Iterator[Weights]:
-        """Yield the full weights of a sampler."""
         if sampler.spec is None:
             yield stream_folder(self.parts.config.model.path, self.parts.inputs.hf_config)
             return

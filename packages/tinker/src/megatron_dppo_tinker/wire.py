@@ -183,7 +183,6 @@ def _read_config_value(message: Any, fields: FieldReader) -> float | str:
 
 
 def _read_entry(message: Any, read: Callable[[Any, FieldReader], Any], fields: FieldReader) -> tuple[str, Any]:
-    """Return one entry of a map: its key and its value."""
     parts: dict[int, Any] = dict(fields.read(_message(message)))
     missing = 0.0 if read is _read_number else memoryview(b"")
     return _text(parts.get(1, b"")), read(parts.get(2, missing), fields)

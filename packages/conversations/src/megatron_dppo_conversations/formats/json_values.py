@@ -55,7 +55,6 @@ def parse_json_prefix(text: str, start: int) -> tuple[Any, int]:
 
 
 def _check_depth(value: Any) -> None:
-    """Raise ``ValueError`` if a parsed value is nested too deeply."""
     # By level instead of by recursion, which is what deep values would break.
     level = [value]
     for _ in range(_MAX_DEPTH + 1):

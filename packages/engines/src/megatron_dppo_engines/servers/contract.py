@@ -203,8 +203,6 @@ def check_values(generation: Generation, request: GenerateRequest, contract: Con
 
 
 class _ResponseCheck:
-    """Checks of one response; each method checks one part of it."""
-
     def __init__(self, generation: Generation, request: GenerateRequest, contract: Contract, url: str) -> None:
         self._generation = generation
         self._request = request

@@ -175,7 +175,6 @@ class HttpClient:
         raise AssertionError("the last attempt returns or raises")
 
     async def _send(self, method: str, path: str, data: bytes | None, timeout: float, max_bytes: int) -> object:
-        """Send one attempt."""
         if timeout <= 0:
             raise TimeoutError
         payload = io.BytesIO(data) if data is not None and len(data) > _CHUNKED_BYTES else data

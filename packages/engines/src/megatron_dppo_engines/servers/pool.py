@@ -185,7 +185,6 @@ class ServerPool:
         await asyncio.gather(*(abort_one(server, name) for server, name in sent))
 
     async def _dispatch(self, request: GenerateRequest, affinity: str) -> Generation:
-        """Send a request to one server after another until one succeeds."""
         failed: set[PooledServer] = set()
         first_failure: float | None = None
         attempt = 0

@@ -23,7 +23,6 @@ class RequestSpread:
     siblings_per_server: int
     """Responses to one prompt that go to the same server, where its prefix cache has the prompt."""
     max_in_flight: int
-    """Maximum number of the rank's requests in flight."""
 
 
 def spread_requests(

@@ -63,7 +63,6 @@ class ReleasedMemory(ABC):
         self._is_cache_released = version in (RELEASED, CACHE_RELEASED)
 
     async def _wake_cache(self) -> None:
-        """Allocate the memory of the cache if it is released."""
         if self._is_cache_released:
             await self._allocate_as("kv_cache", INCOMPLETE, CACHE_RELEASED)
             self._is_cache_released = False

@@ -38,7 +38,6 @@ In srt/managers, the longest request is one less than the context, and a respons
 """
 _EXTENSION = "megatron_dppo_vllm.WorkerExtension"
 _VERSIONS_CALL = "megatron_dppo_collectives"
-"""Method of the extension that reports versions."""
 
 
 @dataclass(frozen=True, kw_only=True)

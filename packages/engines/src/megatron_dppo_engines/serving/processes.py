@@ -158,7 +158,6 @@ class _SupervisedServer:
             self.check_health()
 
     def check_health(self) -> None:
-        """Record if the server is healthy now."""
         if self.process.is_healthy(_HEALTH_SECONDS):
             self.is_healthy = True
             self._restarts = 0

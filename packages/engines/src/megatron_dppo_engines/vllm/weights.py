@@ -47,7 +47,6 @@ class VLLMWeightUpdates(ServerClient):
         return self._cached_config
 
     async def _has_extension(self) -> bool:
-        """Return True if the server runs with our worker extension."""
         config = await self._config()
         return (config.get("parallel_config") or {}).get("worker_extension_cls") == _EXTENSION
 

@@ -28,7 +28,6 @@ class _Row(NamedTuple):
     """End of its programs in the batch, exclusive."""
     first_program: int
     address: int
-    """Address of the tensor."""
     count: int
     """Size of one rank's part."""
     width: int
