@@ -184,10 +184,7 @@ def order_tool_results(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with the results of tools in the order of the calls that they answer.
 
     Many templates leave out the ids of calls, so that the policy would take one result for another. Results without an
-    id belong to the calls without a result, in their order.
-
-    Raises:
-        CallError: A result has an id that is no call's of the response before it, or that another result has.
+    id belong to the calls without a result, in their order. An unknown id, or one twice, raises ``CallError``.
     """
     result: list[Message] = []
     positions: dict[str, int] = {}

@@ -68,11 +68,7 @@ class Endpoint:
         return f"{self._server.url}/v1"
 
     def register(self, episode: Episode) -> str:
-        """Return the API key of an episode; start listening if this is the first one.
-
-        Raises:
-            OSError: The server cannot listen on the address.
-        """
+        """Return the API key of an episode; start listening (or raise ``OSError``) if this is the first one."""
         if self._thread is None:
             thread = LoopThread("agents")
             try:

@@ -65,11 +65,7 @@ class LimitedServer:
         return self._connections
 
     async def start(self) -> None:
-        """Listen and accept connections.
-
-        Raises:
-            OSError: The server cannot listen on the address.
-        """
+        """Listen and accept connections; ``OSError`` if the address cannot be used."""
         await self._runner.setup()
         assert self._runner.server is not None
         self._connections = ConnectionLimit(self._runner.server, reserve_descriptors())

@@ -15,11 +15,7 @@ from megatron_dppo_conversations.formats.base import make_tool_call
 
 
 def load_renderer(name: str, tokenizer: Any) -> Any:
-    """Return the renderer of the package ``renderers`` with a name such as ``qwen3.5``.
-
-    Raises:
-        GenerateError: The package is missing, has no renderer of that name, or it does not fit the tokenizer.
-    """
+    """Return the renderer with a name such as ``qwen3.5``; ``GenerateError`` if it does not fit the tokenizer."""
     package = import_renderers(name)
     try:
         return package.create_renderer(tokenizer, package.config_from_name(name))

@@ -174,12 +174,9 @@ class _ProgramProtocol(asyncio.subprocess.SubprocessStreamProtocol):
 async def run_program(
     command: Sequence[str], environment: Mapping[str, str], task: AgentTask
 ) -> tuple[int, bytes | bytearray]:
-    """Run a program in a new session that is killed at the end; return its exit status and the end of its output.
+    """Run a program in a new session, with a task on its standard input; ``OSError`` if it cannot be started.
 
-    The task is on its standard input.
-
-    Raises:
-        OSError: The program cannot be started.
+    Returns its exit status and the end of its output. Its session is killed at the end.
     """
     pipe = asyncio.subprocess.PIPE
     output = bytearray()
@@ -264,11 +261,8 @@ async def _run_in_thread(function: Callable[[], Any]) -> Any:
 async def run_with_time_limit(work: Coroutine[Any, Any, T], episode: Episode, seconds: float) -> T:
     """Run ``work`` and return its result.
 
-    It is canceled when the agent itself has taken more than ``seconds``, or when the episode is interrupted.
-
-    Raises:
-        AgentTimeout: The agent exceeded the limit.
-        BaseException: The exception that interrupted the episode.
+    It is canceled when the agent itself has taken more than ``seconds`` (``AgentTimeout``), or when the episode is
+    interrupted, whose exception is raised.
     """
     task = asyncio.create_task(work)
     try:

@@ -44,10 +44,7 @@ def apply_chat_template(
 
     System messages that the template refuses or leaves out are joined at the start, or folded into the user's message
     before them. Arguments of tool calls are text where the model's format needs that. The template sees ``now`` as the
-    date (``strftime_now``).
-
-    Raises:
-        Exception: A template is a program of the model's authors and may raise anything.
+    date (``strftime_now``). It is a program of the model's authors and may raise anything.
     """
     arguments: dict[str, Any] = dict(variables or {})
     template = tokenizer.chat_template

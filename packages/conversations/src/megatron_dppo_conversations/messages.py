@@ -21,8 +21,7 @@ _SHAREGPT = "ShareGPT rows, with 'from' and 'value'. Convert them to 'role' (sys
 def parse_messages(text: str) -> Messages | None:
     """Return the messages that a text holds as JSON; None for any other text.
 
-    Raises:
-        ValueError: The text holds messages as Python prints them, which is not JSON.
+    Messages as Python prints them, which is not JSON, raise ``ValueError``.
     """
     stripped = text.strip()
     # A cheap test first, because most prompts are no JSON.

@@ -28,10 +28,8 @@ class ConversationError(ValueError):
 def read_tool(tool: Any, name: str, *, kinds: Collection[str | None] = ("function", None)) -> dict[str, Any]:
     """Return a tool, with its function inside or with the function's fields, in the form of chat completions.
 
-    All types but ``kinds`` are tools that the API's own servers run.
-
-    Raises:
-        ConversationError: It is a hosted or custom tool, or has no name.
+    All types but ``kinds`` are tools that the API's own servers run. They and nameless tools raise
+    ``ConversationError``.
     """
     kind = tool.get("type") if isinstance(tool, Mapping) else type(tool).__name__
     if not isinstance(tool, Mapping) or not isinstance(kind, str | None) or kind not in kinds:
@@ -58,10 +56,7 @@ def read_tool(tool: Any, name: str, *, kinds: Collection[str | None] = ("functio
 def read_tool_call(call: Any, name: str) -> dict[str, Any]:
     """Return a tool call as chat templates expect it: its arguments are an object, also if they were JSON as text.
 
-    Its function is inside, or its fields stand in the call.
-
-    Raises:
-        ConversationError: It has no function's name, or its fields have other types.
+    Its function is inside, or its fields stand in the call. A malformed one raises ``ConversationError``.
     """
     function = call.get("function") or call if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -108,10 +103,8 @@ def fold_notes(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def read_row_tools(record: Mapping[str, Any], *, is_columnar: bool) -> list[dict[str, Any]]:
     """Return the tools of a data row, from a list or its JSON; empty if the row has none.
 
-    A columnar file gives each object the fields of all, with null for those that it has not.
-
-    Raises:
-        ConversationError: A column of tools holds something else. The message names it.
+    A columnar file gives each object the fields of all, with null for those that it has not. Anything but tools raises
+    ``ConversationError`` with the column.
     """
     for column in TOOL_COLUMNS:
         tools = record.get(column)
@@ -148,10 +141,7 @@ def _without_null_fields(value: Any, *, keeps: Collection[str]) -> Any:
 def read_row_calls(calls: Any, name: str, tools: Tools, *, is_columnar: bool) -> list[dict[str, Any]]:
     """Return the tool calls of a row's message without arguments that only fill other calls' fields.
 
-    See ``read_row_tools`` for ``is_columnar``.
-
-    Raises:
-        ConversationError: One has no function's name, or its fields have other types.
+    See ``read_row_tools`` for ``is_columnar``. A malformed call raises ``ConversationError``.
     """
     if not isinstance(calls, list):
         raise ConversationError(f"{name} = {calls!r:.80}, expected a list")

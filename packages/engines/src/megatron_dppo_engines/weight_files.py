@@ -36,13 +36,10 @@ class WeightFiles:
 
 
 def find_weight_files(folder: Path, key: str) -> WeightFiles:
-    """Return the files that hold a folder's model; ``key`` of the configuration names the folder in errors.
+    """Return the files that hold a folder's model; ``CheckpointError`` names the folder's ``key``.
 
     They are those of the index. Without an index: ``model.safetensors``, a complete set of numbered shards, or the only
     file.
-
-    Raises:
-        CheckpointError: There are no weights, a file is missing, or several files could be the model.
     """
     names = sorted(file.name for file in folder.glob("*.safetensors"))
     index = folder / INDEX
@@ -131,11 +128,7 @@ def _choose_without_index(folder: Path, names: list[str], key: str) -> list[str]
 
 
 def open_weight_file(file: Path) -> Any:
-    """Open a safetensors file; its weights are not read yet.
-
-    Raises:
-        CheckpointError: It is no file, a pointer of Git LFS, damaged, or cannot be mapped into memory.
-    """
+    """Open a safetensors file, without its weights; ``CheckpointError`` if it cannot be read."""
     # Opening a named pipe would wait forever.
     if not file.is_file():
         raise CheckpointError(f"{file} is not a file; copy the folder again")

@@ -34,12 +34,10 @@ class Request:
 class RequestQueue:
     """Queue between the HTTP thread, which adds requests, and the thread of the model, which computes them.
 
-    Args:
-        max_results: Maximum number of stored results: a client may ask again if a response was lost.
-        max_bytes: Maximum size of the requests that wait, and of the stored results.
+    Results are stored, since a client may ask again if a response was lost.
     """
 
-    def __init__(self, max_pending: int, max_results: int, max_bytes: int) -> None:
+    def __init__(self, max_pending: int = 4096, max_results: int = 4096, max_bytes: int = 1 << 30) -> None:
         self._max_pending = max_pending
         self._max_results = max_results
         self._max_bytes = max_bytes

@@ -94,11 +94,7 @@ class ModelParts:
 
 
 class TrainedModel:
-    """One model with its adapters and optimizer.
-
-    Args:
-        micro_batch_tokens: Tokens that are computed together.
-    """
+    """One model with its adapters and optimizer."""
 
     def __init__(
         self, spec: AdapterSpec, lora: LoraConfig, trainer: PolicyTrainer, hf_config: Any, micro_batch_tokens: int
@@ -145,8 +141,7 @@ class TrainedModel:
     def optim_step(self, settings: AdamStep) -> dict[str, float]:
         """Update the adapters with the accumulated gradients, and return the metrics.
 
-        Raises:
-            RequestError: The gradient norm is not finite. Nothing has changed, and the gradients are dropped.
+        With a gradient norm that is not finite nothing changes, and the gradients are dropped.
         """
         result = self.trainer.apply_sum(settings)
         if result.skipped:

@@ -22,8 +22,7 @@ Value = int | float | bytes
 class FieldReader:
     """Reader of the fields of a message and of the messages in it.
 
-    Args:
-        max_fields: Maximum number of fields in all of them together: an empty field takes two bytes to send.
+    All of them together have at most ``max_fields``: an empty field takes two bytes to send.
     """
 
     def __init__(self, max_fields: int) -> None:
@@ -31,12 +30,9 @@ class FieldReader:
         self._num_fields = 0
 
     def read(self, message: memoryview) -> Iterator[tuple[int, Value | memoryview]]:
-        """Yield the number and value of each field, in the order of the message.
+        """Yield the number and value of each field, in the order of the message; ``ValueError`` if it is malformed.
 
         An int is a varint, a float has 64 bits, and a ``memoryview`` is text, bytes or a message. It is not copied.
-
-        Raises:
-            ValueError: The message is cut, has a field of another type, or there are too many fields.
         """
         position = 0
         while position < len(message):

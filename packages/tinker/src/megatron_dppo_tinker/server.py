@@ -36,14 +36,9 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class TinkerServer:
-    """HTTP server in its own thread, until ``close``.
+    """HTTP server in its own thread, until ``close``. Port 0 takes a free one.
 
-    Args:
-        key: API key that every request must carry.
-        port: Port. 0 takes a free one.
-
-    Raises:
-        OSError: The server cannot listen on the address.
+    Every request must carry the key. An address that cannot be used raises ``OSError``.
     """
 
     def __init__(self, service: Service, key: str, host: str, port: int, max_body_bytes: int) -> None:

@@ -61,10 +61,6 @@ class Limits:
     """Limits of the service."""
 
     max_models: int = 2
-    max_pending: int = 4096
-    max_results: int = 4096
-    max_bytes: int = 1 << 30
-    """Maximum size of the requests that wait, and of the stored results."""
     max_snapshot_bytes: int = 4 << 30
     """Maximum size of the samplers' adapters in memory. The newest is kept in any case."""
 
@@ -78,10 +74,9 @@ class Service:
     """Name by which clients ask for the model."""
     folder: Path
     limits: Limits
-    queue: RequestQueue = field(init=False)
+    queue: RequestQueue = field(default_factory=RequestQueue)
 
     def __post_init__(self) -> None:
-        self.queue = RequestQueue(self.limits.max_pending, self.limits.max_results, self.limits.max_bytes)
         self._sessions: dict[str, _Session] = {}
         self._models: dict[str, _ModelEntry] = {}
         self._samplers: dict[str, Sampler] = {}

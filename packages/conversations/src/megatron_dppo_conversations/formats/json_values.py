@@ -16,11 +16,7 @@ _GZIP_OR_ZLIB = 47
 def inflate(content: bytes, encoding: str, max_bytes: int) -> bytes:
     """Return a request body without the compression that its header ``Content-Encoding`` names.
 
-    No more than ``max_bytes`` are inflated.
-
-    Raises:
-        ValueError: The encoding is unknown, or the content is invalid or incomplete.
-        OverflowError: The inflated body is larger.
+    A body that is larger than ``max_bytes`` raises ``OverflowError``, and any other problem ``ValueError``.
     """
     name = encoding.strip().lower()
     if name in ("", "identity"):
@@ -41,11 +37,7 @@ def inflate(content: bytes, encoding: str, max_bytes: int) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: It is no JSON, contains a number that is not finite, or is nested too deeply.
-    """
+    """Return the value of a JSON text; ``ValueError`` if it is none, has NaN or infinities, or is nested too deeply."""
     return _DECODER.decode(text if isinstance(text, str) else text.decode())
 
 

@@ -26,10 +26,7 @@ class ResponseFields:
     """Reader for the fields of the response to one request.
 
     Each ``read_*`` method takes a value and the name of its field. It raises ``ContractViolation`` if the value does
-    not have the type of the method's result.
-
-    Args:
-        missing_cause: Likely cause of a missing field, for the error message.
+    not have the type of the method's result. ``missing_cause`` is the likely cause of a missing field.
     """
 
     def __init__(self, url: str, request_id: str, missing_cause: str) -> None:

@@ -63,15 +63,10 @@ class Deadlines:
 class HttpClient:
     """Connections to one server. Belongs to the event loop that first uses it.
 
-    Args:
-        url: ``http://host:port``, without a path.
-        api_key: Sent as ``Authorization: Bearer``; never part of an error message or a repr.
-        connections: Maximum number of requests in flight; more wait for a free connection, within their deadline.
-        connect_timeout: Seconds to open a connection.
-        keep_alive: Reuse connections. A server may close one after an error without an announcement.
-
-    Raises:
-        ConfigError: The URL has another form.
+    A URL of another form than ``http://host:port`` raises ``ConfigError``. The key is sent as ``Authorization:
+    Bearer``, and never part of an error message or a repr. More requests than ``connections`` wait within their
+    deadline. Without ``keep_alive`` no connection is used again, for servers that close one after an error without an
+    announcement.
     """
 
     def __init__(
@@ -123,10 +118,8 @@ class HttpClient:
 
         ``timeout`` covers all attempts and the waits between them. ``repeat`` allows that the call runs twice on the
         server. Without it, a call is repeated only if no connection could be opened, so that it never reached the
-        server. No more than ``max_bytes`` of the inflated response are read or kept in memory.
-
-        Raises:
-            ServerError: No connection, no response in time, a response that is not 2xx or too large.
+        server. No more than ``max_bytes`` of the inflated response are read or kept in memory. Every failure is a
+        ``ServerError``.
         """
         return await self._call("POST", path, {} if body is None else body, timeout, repeat, max_bytes)
 

@@ -100,12 +100,9 @@ class ServerPool:
                 self._mark_unhealthy(server, problem, is_final=True)
 
     def use_version(self, version: int, urls: Iterable[str]) -> None:
-        """Use only the given servers, which have exactly ``version``, until the next sync.
+        """Use only the given servers of the pool, which have exactly ``version``, until the next sync.
 
         Call it after each publish, when the servers generate again.
-
-        Raises:
-            ValueError: A URL is not one of the servers'.
         """
         servers = {server.url: server for server in self._servers}
         synced = {url.rstrip("/") for url in urls}

@@ -87,11 +87,7 @@ def describe_server(url: str, engine: str, key: str | None = None, *, timeout: f
 
 
 def identify_server(url: str, engine: str, key: str | None = None, *, timeout: float = 30.0) -> tuple[Any, Any]:
-    """Return version and model of a server.
-
-    Raises:
-        ServerError: The server does not respond, or is another program than ``engine``.
-    """
+    """Return version and model of a server; ``ServerError`` if it is silent, or another program than ``engine``."""
     try:
         if engine == "sglang":
             version = _field(url, "/server_info", key, timeout, "version")
@@ -157,10 +153,7 @@ def find_server_problems(
     """Return every problem of one server, with the flag that fixes it.
 
     ``must_generate`` is False at the start of a run, whose first weight sync resumes a server that an earlier trainer
-    left paused.
-
-    Raises:
-        ServerError: The server does not respond, or is another program.
+    left paused. A server that is silent or another program raises ``ServerError``.
     """
     identify_server(url, needs.engine, key, timeout=timeout)
     problems = [IDLE] if must_generate and not is_healthy(url, key, timeout=timeout) else []
