@@ -24,7 +24,7 @@ from megatron_dppo_agents.agent_request import MODEL, CallError
 from megatron_dppo_agents.completions_api import CHAT_COMPLETIONS, COMPLETIONS
 from megatron_dppo_agents.episode import Episode
 from megatron_dppo_agents.generate_api import GENERATE
-from megatron_dppo_agents.limited_server import LimitedServer
+from megatron_dppo_agents.limited_server import LimitedServer, digest_key
 from megatron_dppo_agents.loopback_network import LoopbackNetwork
 from megatron_dppo_agents.messages_api import MESSAGES, error_body
 from megatron_dppo_agents.protocol_record import Protocol
@@ -79,12 +79,12 @@ class Endpoint:
             # Only after success: otherwise the next episode tries to listen again.
             self._thread = thread
         key = f"sk-{secrets.token_urlsafe(32)}"
-        self._episodes[_digest(key)] = episode
+        self._episodes[digest_key(key)] = episode
         return key
 
     def unregister(self, key: str) -> None:
         """Reject the key of an episode that has ended."""
-        del self._episodes[_digest(key)]
+        del self._episodes[digest_key(key)]
 
     def close(self) -> None:
         """Stop listening."""
@@ -116,7 +116,7 @@ class Endpoint:
         if scheme.lower() != "bearer":
             # Anthropic's header.
             key = request.headers.get("x-api-key", "")
-        episode = self._episodes.get(_digest(key.strip()))
+        episode = self._episodes.get(digest_key(key.strip()))
         if episode is None:
             raise CallError("the API key is not that of a running episode", 401, "invalid_api_key")
         assert self._server is not None
@@ -312,8 +312,3 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
     is_anthropic = request.path.startswith(MESSAGES.path) or "anthropic-version" in request.headers
     body = error_body(rejected) if is_anthropic else rejected.body
     return web.json_response(body, status=rejected.status)
-
-
-def _digest(key: str) -> bytes:
-    # aiohttp decodes headers with surrogateescape, so that a key may hold any bytes.
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

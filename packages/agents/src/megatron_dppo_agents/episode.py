@@ -19,7 +19,7 @@ from megatron_dppo.rollout.stop_strings import StopStrings
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, FinishReason, SegmentCredit, ToolTime
 from megatron_dppo_agents.agent_request import AgentRequest, CallError, ContextLengthError
-from megatron_dppo_agents.agent_response import AgentResponse, build_response
+from megatron_dppo_agents.agent_response import AgentResponse
 from megatron_dppo_agents.call_ids import CallIds
 from megatron_dppo_agents.conversations import Conversation, TurnSpan, tools_key
 from megatron_dppo_agents.episode_result import CallCounts, SegmentChoice, choose_segments, token_metrics
@@ -105,10 +105,10 @@ class Episode:
     def add_reward(self, reward: float, response_id: str | None = None) -> None:
         """Set the reward of the episode, or that of a response; a later one replaces it."""
         if response_id is None:
-            self._rewards.set_episode(reward)
+            self._rewards.episode = reward
             return
         _, order = self._find_response(response_id)
-        self._rewards.set_response(order, reward)
+        self._rewards.by_response[order] = reward
 
     def add_rewards(self, parts: Mapping[str, float]) -> None:
         """Set the reward of the episode to the weighted sum of its parts; later ones replace them."""
@@ -302,7 +302,15 @@ class Episode:
         else:
             text = decode(turn.token_ids)
             message = {"role": "assistant", "content": text if match is None else text[: match.start]}
-        response = build_response(call, turn, prompt, message)
+        finish_reason = "tool_calls" if "tool_calls" in message else "stop"
+        response = AgentResponse(
+            call=call,
+            message=message,
+            token_ids=turn.token_ids,
+            prompt_token_ids=prompt,
+            finish_reason=finish_reason if turn.finish_reason == FinishReason.STOP else "length",
+            stop_string=None if match is None else match.text,
+        )
         if call.returns_logprobs:
             values = branch.response.logprobs(len(prompt), branch.position)
             texts = tuple(self._turns.tokenizer.decode([token]) for token in turn.token_ids)

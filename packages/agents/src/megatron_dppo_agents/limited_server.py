@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import socket
 
@@ -85,3 +86,9 @@ class LimitedServer:
         await asyncio.gather(self._accepting, return_exceptions=True)
         self._listener.close()
         await self._runner.cleanup()
+
+
+def digest_key(key: str) -> bytes:
+    """Return the digest by which keys are compared, so that the time of it tells nothing about a key."""
+    # aiohttp decodes headers with surrogateescape, so that a key may hold any bytes.
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

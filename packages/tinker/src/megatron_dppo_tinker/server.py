@@ -8,7 +8,6 @@ which the SDK asks again.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import sys
 from collections.abc import Awaitable, Callable
@@ -18,7 +17,7 @@ from aiohttp import web
 
 from megatron_dppo.engines.responder import LoopThread
 from megatron_dppo.errors import UserError
-from megatron_dppo_agents.limited_server import LimitedServer
+from megatron_dppo_agents.limited_server import LimitedServer, digest_key
 from megatron_dppo_conversations.formats.json_values import inflate, parse_json
 from megatron_dppo_tinker import bodies
 from megatron_dppo_tinker.bodies import read_body
@@ -44,7 +43,7 @@ class TinkerServer:
     def __init__(self, service: Service, key: str, host: str, port: int, max_body_bytes: int) -> None:
         self._service = service
         # A digest, so that the time of the comparison tells nothing about the key, and no traceback shows it.
-        self._key = _digest(key)
+        self._key = digest_key(key)
         self._max_body_bytes = max_body_bytes
         self._thread = LoopThread("tinker")
         try:
@@ -169,7 +168,7 @@ class TinkerServer:
     @web.middleware
     async def _authorized(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Refuse a request without the key before its body is read."""
-        if not hmac.compare_digest(_digest(request.headers.get("X-API-Key", "")), self._key):
+        if not hmac.compare_digest(digest_key(request.headers.get("X-API-Key", "")), self._key):
             return _error_response("the API key (TINKER_API_KEY) is not that of this server", 401)
         with self._server.connections.processing(request, self):
             return await handler(request)
@@ -207,8 +206,3 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
 
 def _error_response(message: str, status: int) -> web.Response:
     return web.json_response({"detail": message}, status=status)
-
-
-def _digest(key: str) -> bytes:
-    # aiohttp decodes headers with surrogateescape, so that a key may hold any bytes.
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
