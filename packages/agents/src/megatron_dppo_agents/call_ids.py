@@ -45,10 +45,7 @@ class CallIds:
 
 
 def answer_to(response: Message, sent: Message, following: Sequence[Message]) -> list[Message]:
-    """Return the messages behind a response with the ids of its calls, where the program has renamed them.
-
-    ``sent`` is the response as the program sends it back.
-    """
+    """Return the messages behind a response with the ids of its calls, where the program has others in ``sent``."""
     calls = zip(sent.get("tool_calls", ()), response.get("tool_calls", ()), strict=True)
     ids = {theirs["id"]: ours["id"] for theirs, ours in calls}
     result = []

@@ -165,11 +165,7 @@ class ContainerAgent:
 
 
 def choose_image(config: AgentConfig, metadata: Mapping[str, Any]) -> str:
-    """Return the image for a data row.
-
-    Raises:
-        GenerateError: The row names none, and there is no ``agent.container.image``.
-    """
+    """Return the image for a data row; ``GenerateError`` if neither the row nor ``agent.container.image`` names one."""
     container = config.container
     image = metadata.get(container.image_column) if container.image_column is not None else None
     image = container.image if image is None else image
@@ -183,11 +179,7 @@ def choose_image(config: AgentConfig, metadata: Mapping[str, Any]) -> str:
 
 
 def check_images(config: AgentConfig, images: Sequence[str]) -> None:
-    """Check that images exist on this machine.
-
-    Raises:
-        GenerateError: Some do not, or there is no tool.
-    """
+    """Check that images exist on this machine; ``GenerateError`` if some do not, or there is no tool."""
     if shutil.which(config.isolation) is None:
         raise GenerateError(f"agent.isolation = {config.isolation!r}: there is no such program in PATH; install it")
     if config.isolation == "apptainer":

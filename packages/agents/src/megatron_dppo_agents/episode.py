@@ -359,14 +359,12 @@ class Episode:
         return conversation
 
     def _extend(self, conversation: Conversation, tokens: list[int], *, closes: bool) -> None:
-        """Append the agent's tokens to a conversation.
-
-        With ``closes`` they begin with the end of the last response, whose end token is not appended twice.
-        """
+        """Append the agent's tokens to a conversation; with ``closes`` they begin with the end of its last response."""
         branch = conversation.branch
         last = branch.token_ids[-1]
         # A response that was cut off has no end token, and the template's must be added.
         is_closed = closes and branch.finish_reason == FinishReason.STOP
+        # The end token is not appended twice.
         if is_closed and tokens and self._reader.is_same_end(last, tokens[0]):
             tokens = tokens[1:]
         if len(tokens) >= branch.tokens_left:

@@ -62,10 +62,7 @@ def choose_segments(conversations: Sequence[Conversation], segments: Literal["al
 def token_metrics(
     conversations: Sequence[Conversation], choice: SegmentChoice, interrupted: int, dropped: Mapping[str, int]
 ) -> dict[str, float]:
-    """Return the numbers of sequences and segments, and the shares of the sampled tokens that do not train.
-
-    ``interrupted`` tokens were sampled by calls that were in progress when the agent ended.
-    """
+    """Return the numbers of sequences and segments, and the shares of the sampled tokens that do not train."""
     untrained = {
         "left_out": choice.left_out,
         "shorter": choice.shorter,

@@ -151,10 +151,7 @@ def is_token_list(value: object) -> TypeGuard[list[int]]:
 
 
 def read_tools(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]]:
-    """Return the tools in the form of chat completions; empty if there are none.
-
-    Only ``kinds`` are run by the program itself. Any other tool is refused.
-    """
+    """Return the tools in the form of chat completions; refuse all but ``kinds``, which the program runs itself."""
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise CallError(f"'tools' = {tools!r:.200}, expected a list of objects")

@@ -15,10 +15,7 @@ from megatron_dppo_agents.episode_result import CallCounts
 
 
 class RunningCalls:
-    """Calls of one episode: each runs once, however often its body is sent.
-
-    Belongs to the event loop in which it is made.
-    """
+    """Calls of one episode in the current event loop: each runs once, however often its body is sent."""
 
     def __init__(self, counts: CallCounts) -> None:
         self.interrupted: asyncio.Future[None] = asyncio.get_running_loop().create_future()

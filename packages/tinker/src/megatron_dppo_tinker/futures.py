@@ -32,10 +32,7 @@ class Request:
 
 
 class RequestQueue:
-    """Queue between the HTTP thread, which adds requests, and the thread of the model, which computes them.
-
-    Results are stored, since a client may ask again if a response was lost.
-    """
+    """Queue between the HTTP thread, which adds requests, and the thread of the model, which computes them."""
 
     def __init__(self, max_pending: int = 4096, max_results: int = 4096, max_bytes: int = 1 << 30) -> None:
         self._max_pending = max_pending

@@ -109,10 +109,7 @@ class TrainedModel:
     def forward_backward(
         self, data: Sequence[Datum], loss: RequestLoss, *, forward_only: bool
     ) -> tuple[list[Tensor], dict[str, float]]:
-        """Add the gradient of the summed loss, and return the log-probabilities of each datum and the metrics.
-
-        ``forward_only`` leaves the gradients as they are.
-        """
+        """Add the loss's gradient (not if ``forward_only``); return each datum's log-probabilities, and metrics."""
         if not data:
             raise RequestError("the request has no data")
         samples = [loss.sample(datum, self._vocab_size, self._max_tokens) for datum in data]

@@ -231,8 +231,5 @@ class TaggedFormat:
         return len(text) if end < 0 else end + len(closing)
 
     def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
-        """Return the calls of the block that begins at a position, and the position from which reading continues.
-
-        None for the calls if the block is malformed.
-        """
+        """Return the calls of the block at a position (None if malformed), and where reading continues."""
         raise NotImplementedError

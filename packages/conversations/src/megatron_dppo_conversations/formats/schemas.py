@@ -40,10 +40,7 @@ class ValueSchema:
         return all(map(self.allows, ("", 0, 0.5, True, None, [], {})))
 
     def allows(self, value: Any, *, by_type: bool = False) -> bool:
-        """Return True if a value, whose parts are not looked at, may stand here.
-
-        ``by_type`` compares the types of ``enum`` and ``const`` alone.
-        """
+        """Return True if a value, but for its parts, is allowed; ``by_type`` reads ``enum`` and ``const`` as types."""
         return self._allows(value, self.schema, by_type, {}) is not False
 
     def property_schemas(self) -> dict[str, ValueSchema]:

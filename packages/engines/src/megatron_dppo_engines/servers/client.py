@@ -15,10 +15,7 @@ _ADMIN_CONNECTIONS = 8
 
 
 class ServerClient(FolderUpdates):
-    """HTTP connections to one server, and the calls that both engines have.
-
-    Control calls need ``admin_api_key``, or ``api_key`` without it.
-    """
+    """HTTP connections to one server, and the calls that both engines have."""
 
     _keeps_admin_alive = True
     """True if connections for control calls are used again."""

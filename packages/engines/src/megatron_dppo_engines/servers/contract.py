@@ -167,10 +167,7 @@ def check_generation(generation: Generation, request: GenerateRequest, contract:
 
 
 def checked(contract: Contract) -> GenerateCall:
-    """Return a function that sends a request to a server and raises where ``check_generation`` does.
-
-    The generations have their ``ranks``.
-    """
+    """Return a function that asks a server, raises where ``check_generation`` does, and adds the ``ranks``."""
 
     async def ask(server: InferenceServer, request: GenerateRequest) -> Generation:
         generation = await server.generate(request)

@@ -120,10 +120,7 @@ class GenerationReader(ResponseFields, ABC):
         candidates: Candidates,
         sampling_mask: SamplingMask | None,
     ) -> Generation:
-        """Return the response as a ``Generation``; tokens and log-probabilities have shape [R].
-
-        The candidates are those after the sampling filters.
-        """
+        """Return the response; tokens and log-probabilities are [R], candidates those after the sampling filters."""
         topk_ids, topk_logprobs = None, None
         if self._request.params.topk_logprobs:
             topk_ids, topk_logprobs = append_sampled_token(*candidates, tokens, logprobs)

@@ -89,10 +89,7 @@ def interpreter_versions(command: Sequence[str]) -> CollectiveVersions | None:
 
 
 def find_mismatches(engine: Engine, server: CollectiveVersions, trainer: CollectiveVersions) -> Iterator[str]:
-    """Yield why the server cannot join a communicator of the trainer, with the command that fixes it.
-
-    What is not known of the server is no problem.
-    """
+    """Yield why the server cannot join a communicator of the trainer, and the fix. What is unknown is no problem."""
     if server.nccl is not None and trainer.nccl is not None and server.nccl != trainer.nccl:
         hint = f". If it has another NCCL, as in a container, state it in {STATED_NCCL}" if server.source else ""
         yield (

@@ -51,11 +51,7 @@ class SGLangServer(SGLangWeightUpdates):
         )
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Continue a sequence.
-
-        Raises:
-            ServerError: No response or an HTTP error. ``ContractViolation`` if the response lacks a requested field.
-        """
+        """Continue a sequence; ``ContractViolation`` if the response lacks a requested field."""
         flat = await self._engine_version() >= _FLAT_TOPK_VERSION
         body = generate_body(request, flat=flat, adapter=self._adapter)
         response = await self._http.post(

@@ -226,7 +226,7 @@ class SGLangWeightUpdates(ServerClient):
         await self._update("/resume_memory_occupation", {"tags": [tag]})
 
     async def _tp_size(self) -> int:
-        """Return the number of ranks; refuse replicas and pipeline parallelism, whose ranks have no numbers here.
+        """Return the number of ranks; refuse replicas and pipeline stages, which SGLang cannot tell apart here.
 
         With data-parallel attention the replicas are inside of the tensor-parallel ranks.
         """

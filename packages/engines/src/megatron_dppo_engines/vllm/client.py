@@ -50,11 +50,7 @@ class VLLMServer(VLLMWeightUpdates):
         )
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Continue a sequence. ``params.seed`` is not sent (see ``wire.sampling_params``).
-
-        Raises:
-            ServerError: No response or an HTTP error. ``ContractViolation`` if the response lacks a requested field.
-        """
+        """Continue a sequence; ``ContractViolation`` if the response lacks a requested field. No seed is sent."""
         # Remembered, because a server with the flag applies it to later requests, too.
         self._returns_sampling_mask |= request.params.return_sampling_mask
         body = generate_body(request, self._adapter)

@@ -102,10 +102,7 @@ def _as_words(data: Tensor) -> Tensor:
 
 
 def join_runs(parts: dict[int, Tensor]) -> list[tuple[int, Tensor]]:
-    """Join parts where one ends at the start of the next, with zeros up to the end of the last word.
-
-    Parts are bytes by their start, uint8 [..., bytes].
-    """
+    """Join parts, uint8 [..., bytes] by start, where one follows another; zeros fill the last word."""
     runs: list[tuple[int, list[Tensor]]] = []
     end = -1
     for start, data in sorted(parts.items(), key=lambda item: item[0]):
