@@ -6,10 +6,7 @@ import time
 
 
 class AgentClock:
-    """Clock that stands still while the policy responds. The processing of a rejected call is the agent's time.
-
-    Calls are told apart by any hashable object.
-    """
+    """Clock that stands still while the policy responds. The processing of a rejected call is the agent's time."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()

@@ -12,13 +12,7 @@ MODEL = "policy"
 
 
 class CallError(Exception):
-    """A rejected call, in the form of OpenAI's errors.
-
-    Args:
-        message: The problem and its fix.
-        status: HTTP status.
-        code: Machine-readable code.
-    """
+    """A rejected call, in the form of OpenAI's errors."""
 
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message)
@@ -33,12 +27,7 @@ class CallError(Exception):
 
 
 class ContextLengthError(CallError):
-    """A call that does not fit into the sequence.
-
-    Args:
-        size: Size of the conversation, as the beginning of the message.
-        max_tokens: Maximum number of tokens.
-    """
+    """A call that does not fit into the sequence; its message begins with the ``size`` of the conversation."""
 
     def __init__(self, size: str, max_tokens: int) -> None:
         super().__init__(
@@ -86,7 +75,6 @@ class AgentRequest:
     stream: bool = False
     stream_usage: bool = False
     ignored: tuple[str, ...] = ()
-    """Names of the settings that are ignored."""
 
     @property
     def min_tokens(self) -> int:

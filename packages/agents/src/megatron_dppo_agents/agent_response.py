@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dppo.rollout.turns import Turn
-from megatron_dppo.types import FinishReason
 from megatron_dppo_agents.agent_request import AgentRequest, Message
 
 
@@ -57,25 +55,3 @@ class AgentResponse:
     def tool_calls(self) -> Sequence[dict[str, Any]]:
         """Tool calls of the response."""
         return self.message.get("tool_calls", ())
-
-
-def build_response(call: AgentRequest, turn: Turn, prompt: tuple[int, ...], message: Message) -> AgentResponse:
-    """Return the response to a call.
-
-    Args:
-        call: The call.
-        turn: Sampled tokens.
-        prompt: Tokens before them.
-        message: The response as a message of the conversation.
-    """
-    finish_reason = "tool_calls" if "tool_calls" in message else "stop"
-    if turn.finish_reason != FinishReason.STOP:
-        finish_reason = "length"
-    return AgentResponse(
-        call=call,
-        message=message,
-        token_ids=turn.token_ids,
-        prompt_token_ids=prompt,
-        finish_reason=finish_reason,
-        stop_string=None if turn.stop_match is None else turn.stop_match.text,
-    )

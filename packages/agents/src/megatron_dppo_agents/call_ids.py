@@ -25,9 +25,7 @@ class CallIds:
     ) -> tuple[dict[str, Any], ...]:
         """Return the calls of a response as the program gets them, with ids that no call of the episode has.
 
-        Args:
-            calls: Tool calls with the ids that the policy wrote, which are empty if it wrote none.
-            messages: Messages that they respond to, which may have ids of the program's.
+        A call has an empty id if the policy wrote none. The messages may have ids of the program's.
         """
         taken = {call["id"] for message in messages for call in message.get("tool_calls", ())}
         result = []
@@ -47,13 +45,7 @@ class CallIds:
 
 
 def answer_to(response: Message, sent: Message, following: Sequence[Message]) -> list[Message]:
-    """Return the messages behind a response with the ids of its calls, where the program has renamed them.
-
-    Args:
-        response: A response of the policy.
-        sent: The same response as the program sends it back.
-        following: Messages behind it.
-    """
+    """Return the messages behind a response with the ids of its calls, where the program has others in ``sent``."""
     calls = zip(sent.get("tool_calls", ()), response.get("tool_calls", ()), strict=True)
     ids = {theirs["id"]: ours["id"] for theirs, ours in calls}
     result = []

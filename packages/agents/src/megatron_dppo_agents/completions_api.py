@@ -48,11 +48,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def read_chat(data: object) -> AgentRequest:
-    """Read a body of ``/v1/chat/completions``.
-
-    Raises:
-        CallError: The body is invalid, or asks for something unsupported.
-    """
+    """Read a body of ``/v1/chat/completions``."""
     body = require_object(data)
     common = _read_common(body, _CHAT_FIELDS)
     require_text_format(body.get("response_format"), "response_format")
@@ -68,22 +64,13 @@ def read_chat(data: object) -> AgentRequest:
         forced_tool=choice.forced_tool,
         makes_parallel_calls=body.get("parallel_tool_calls") is not False,
         limit=read_limit(body, "max_completion_tokens", "max_tokens"),
-        model=common.model,
-        stream=common.stream,
-        stream_usage=common.stream_usage,
-        stop=common.stop,
         returns_logprobs=read_bool(body, "logprobs"),
-        returns_token_ids=common.returns_token_ids,
-        ignored=common.ignored,
+        **vars(common),
     )
 
 
 def read_completion(data: object) -> AgentRequest:
-    """Read a body of ``/v1/completions``.
-
-    Raises:
-        CallError: The body is invalid, or asks for something unsupported.
-    """
+    """Read a body of ``/v1/completions``."""
     body = require_object(data)
     common = _read_common(body, _COMPLETION_FIELDS)
     if body.get("logprobs") not in (None, False):
@@ -143,7 +130,8 @@ def _read_message(message: Any, index: int) -> Message:
     role = "system" if role == "developer" else role
     if role not in _ROLES:
         raise CallError(f"messages[{index}] has the role {role!r:.80}; expected {', '.join(_ROLES)}")
-    result: Message = {"role": role, "content": _read_content(message.get("content"), index)}
+    content = text_of_parts(message.get("content"), ["text"], f"messages[{index}].content")
+    result: Message = {"role": role, "content": content}
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise CallError(f"messages[{index}].tool_calls = {calls!r:.80}, expected a list")
@@ -159,15 +147,13 @@ def _read_message(message: Any, index: int) -> Message:
     return result
 
 
-def _read_content(content: Any, index: int) -> str:
-    return text_of_parts(content, ["text"], f"messages[{index}].content")
-
-
 def response_body(response: AgentResponse) -> dict[str, Any]:
     """Return the complete body of a response."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": response.finish_reason, "logprobs": _logprobs(response)}
     if response.call.is_chat:
-        choice["message"] = {"role": "assistant", "content": _content(response), "refusal": None}
+        # Null and not empty: OpenAI's form of a message of tool calls alone.
+        content = None if response.tool_calls and not response.text else response.text
+        choice["message"] = {"role": "assistant", "content": content, "refusal": None}
         if response.reasoning:
             choice["message"]["reasoning_content"] = response.reasoning
         if response.tool_calls:
@@ -226,13 +212,7 @@ def _logprobs(response: AgentResponse) -> dict[str, Any] | None:
     return {"content": logprob_entries(response), "refusal": None}
 
 
-def _content(response: AgentResponse) -> str | None:
-    # Null and not empty: OpenAI's form of a message of tool calls alone.
-    return None if response.tool_calls and not response.text else response.text
-
-
 def _tool_calls(response: AgentResponse) -> list[dict[str, Any]]:
-    """Return the tool calls with their arguments as text, as in OpenAI's API."""
     return [
         {**call, "function": {"name": call["function"]["name"], "arguments": arguments_text(call)}}
         for call in response.tool_calls

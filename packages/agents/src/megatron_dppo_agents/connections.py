@@ -27,10 +27,6 @@ class ConnectionLimit:
     Beyond the limit a new connection replaces one on which no call with a key is processed: the oldest that never had a
     key, or else the oldest of the episode that has the most. Until there is one, new connections wait in the queue of
     the kernel, where they take no file descriptor.
-
-    Args:
-        server: Makes and counts the connections.
-        max_connections: Maximum number of open connections.
     """
 
     def __init__(self, server: web.Server, max_connections: int) -> None:

@@ -60,16 +60,7 @@ done > /dev/null 2>&1
 
 
 class ContainerAgent:
-    """A program that is started for each episode, in a container of its own.
-
-    Args:
-        command: Program and arguments in the container.
-        config: The section ``[agent]``.
-        run_folder: Folder of the run, by which its containers are known.
-
-    Raises:
-        GenerateError: The tool or the image does not exist, or the network cannot be made.
-    """
+    """A program that is started for each episode, in a container of its own."""
 
     def __init__(self, command: Sequence[str], config: AgentConfig, run_folder: Path) -> None:
         self._command = list(command)
@@ -115,11 +106,7 @@ class ContainerAgent:
         return result
 
     async def start(self) -> None:
-        """Remove what an earlier start of the run left behind, and watch over the containers of this one.
-
-        Raises:
-            GenerateError: The tool cannot list containers.
-        """
+        """Remove what an earlier start of the run left behind, and watch over the containers of this one."""
         await asyncio.to_thread(self._start)
 
     def close(self) -> None:
@@ -178,11 +165,7 @@ class ContainerAgent:
 
 
 def choose_image(config: AgentConfig, metadata: Mapping[str, Any]) -> str:
-    """Return the image for a data row.
-
-    Raises:
-        GenerateError: The row names none, and there is no ``agent.container.image``.
-    """
+    """Return the image for a data row; ``GenerateError`` if neither the row nor ``agent.container.image`` names one."""
     container = config.container
     image = metadata.get(container.image_column) if container.image_column is not None else None
     image = container.image if image is None else image
@@ -196,11 +179,7 @@ def choose_image(config: AgentConfig, metadata: Mapping[str, Any]) -> str:
 
 
 def check_images(config: AgentConfig, images: Sequence[str]) -> None:
-    """Check that images exist on this machine.
-
-    Raises:
-        GenerateError: Some do not, or there is no tool.
-    """
+    """Check that images exist on this machine; ``GenerateError`` if some do not, or there is no tool."""
     if shutil.which(config.isolation) is None:
         raise GenerateError(f"agent.isolation = {config.isolation!r}: there is no such program in PATH; install it")
     if config.isolation == "apptainer":
@@ -238,11 +217,7 @@ def _make_network(config: AgentConfig) -> LoopbackNetwork:
 
 
 def _remove_leftovers(tool: str, run: str) -> None:
-    """Remove containers of the run whose processes on this machine have ended.
-
-    Raises:
-        GenerateError: The tool cannot list containers.
-    """
+    """Remove containers of the run whose processes on this machine have ended."""
     listed = _run_tool([tool, "ps", "--all", "--quiet", "--filter", f"label={_RUN_LABEL}={run}"])
     if listed.returncode:
         raise GenerateError(f"agent.isolation = {tool!r}: it cannot list containers: {listed.stderr.strip()[-300:]}")

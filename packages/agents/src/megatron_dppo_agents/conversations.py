@@ -26,7 +26,6 @@ class ForkReason(StrEnum):
     HISTORY = "history"
     """Its messages before or after that response differ, or it has another text in the place of the response."""
     TOOLS = "tools"
-    """It has other tools."""
     TEMPLATE = "template"
     """The chat template would write other text for the messages so far, such as without their thoughts."""
     PARALLEL = "parallel"
@@ -66,7 +65,6 @@ class Conversation:
     text: str | None = None
     """Prompt and responses of completions by text."""
     response_keys: set[str] = field(default_factory=set)
-    """Keys of its responses."""
     turns: list[TurnSpan] = field(default_factory=list)
     is_busy: bool = False
     """True while a call samples. Its tokens then go on in a way that no other call can continue."""
@@ -103,19 +101,10 @@ def find_continuation(
     is_trained: bool,
     session: str = "",
 ) -> Continuation:
-    """Return how a call continues one of the conversations, or begins one.
+    """Return how a call continues one of the conversations, or begins one. Busy ones may change meanwhile.
 
-    Args:
-        call: The call.
-        conversations: All conversations of the episode. The busy ones may change meanwhile.
-        template: Chat template of the model.
-        reader: Reader of the model's responses.
-        call_ids: Ids of the episode's tool calls.
-        is_trained: False if the agent leaves the call out of training: it then continues only what is left out too.
-        session: ``X-Session-ID`` of the call. It continues only what has the same.
-
-    Raises:
-        CallError: The messages, or the template's answer to them, are invalid.
+    A call continues only what has its ``session``. One that is left out of training continues only what is left out
+    too.
     """
     alike = [each for each in conversations if (each.is_trained, each.session) == (is_trained, session)]
     if not call.is_chat:
@@ -195,10 +184,7 @@ def order_tool_results(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with the results of tools in the order of the calls that they answer.
 
     Many templates leave out the ids of calls, so that the policy would take one result for another. Results without an
-    id belong to the calls without a result, in their order.
-
-    Raises:
-        CallError: A result has an id that is no call's of the response before it, or that another result has.
+    id belong to the calls without a result, in their order. An unknown id, or one twice, raises ``CallError``.
     """
     result: list[Message] = []
     positions: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""HTTP endpoint for agents: the APIs of ``protocols``, and rewards, with a key for each episode.
+"""HTTP endpoint for agents: the APIs that sample responses, and rewards, with a key for each episode.
 
 Any process on the machine can connect. So everything before a valid key is limited: connections, headers and time; the
 body is not read. A program with a key can spoil its own episode only.
@@ -21,14 +21,19 @@ from aiohttp import web
 from megatron_dppo.engines.responder import LoopThread
 from megatron_dppo.rollout.turns import check_reward
 from megatron_dppo_agents.agent_request import MODEL, CallError
+from megatron_dppo_agents.completions_api import CHAT_COMPLETIONS, COMPLETIONS
 from megatron_dppo_agents.episode import Episode
-from megatron_dppo_agents.limited_server import LimitedServer
+from megatron_dppo_agents.generate_api import GENERATE
+from megatron_dppo_agents.limited_server import LimitedServer, digest_key
 from megatron_dppo_agents.loopback_network import LoopbackNetwork
-from megatron_dppo_agents.protocols import MESSAGES, PROTOCOLS, Protocol
+from megatron_dppo_agents.messages_api import MESSAGES, error_body
+from megatron_dppo_agents.protocol_record import Protocol
+from megatron_dppo_agents.responses_api import RESPONSES
 from megatron_dppo_conversations.formats.json_values import inflate, parse_json
 
 T = TypeVar("T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_PROTOCOLS = (CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, GENERATE)
 _TRANSFER_SECONDS = 30.0
 """Time in which a body must arrive, and in which a response must be read."""
 _REWARD_NOT_TAKEN = (
@@ -43,13 +48,7 @@ _MAX_EXTRA_REQUESTS = 8
 
 
 class Endpoint:
-    """HTTP server in its own thread, from the first episode until ``close``.
-
-    Args:
-        host: Address to listen on; the port is a free one.
-        max_body_bytes: Maximum size of a request body.
-        network: Network to listen in. None: that of this process.
-    """
+    """HTTP server in its own thread, on a free port of the host, from the first episode until ``close``."""
 
     def __init__(self, host: str, max_body_bytes: int, network: LoopbackNetwork | None = None) -> None:
         self._host = host
@@ -69,11 +68,7 @@ class Endpoint:
         return f"{self._server.url}/v1"
 
     def register(self, episode: Episode) -> str:
-        """Return the API key of an episode; start listening if this is the first one.
-
-        Raises:
-            OSError: The server cannot listen on the address.
-        """
+        """Return the API key of an episode; start listening (or raise ``OSError``) if this is the first one."""
         if self._thread is None:
             thread = LoopThread("agents")
             try:
@@ -84,12 +79,12 @@ class Endpoint:
             # Only after success: otherwise the next episode tries to listen again.
             self._thread = thread
         key = f"sk-{secrets.token_urlsafe(32)}"
-        self._episodes[_digest(key)] = episode
+        self._episodes[digest_key(key)] = episode
         return key
 
     def unregister(self, key: str) -> None:
         """Reject the key of an episode that has ended."""
-        del self._episodes[_digest(key)]
+        del self._episodes[digest_key(key)]
 
     def close(self) -> None:
         """Stop listening."""
@@ -103,7 +98,7 @@ class Endpoint:
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[_errors_as_json])
         app.add_routes(
             [
-                *(web.post(each.path, partial(self._respond, protocol=each)) for each in PROTOCOLS),
+                *(web.post(each.path, partial(self._respond, protocol=each)) for each in _PROTOCOLS),
                 web.post(f"{MESSAGES.path}/count_tokens", self._count_tokens),
                 web.post("/v1/reward", self._reward),
                 web.post("/v1/segment", self._segment),
@@ -121,12 +116,12 @@ class Endpoint:
         if scheme.lower() != "bearer":
             # Anthropic's header.
             key = request.headers.get("x-api-key", "")
-        episode = self._episodes.get(_digest(key.strip()))
+        episode = self._episodes.get(digest_key(key.strip()))
         if episode is None:
             raise CallError("the API key is not that of a running episode", 401, "invalid_api_key")
         assert self._server is not None
         connections = self._server.connections
-        limit = min(episode.max_calls + _MAX_EXTRA_REQUESTS, connections.max_connections // 4)
+        limit = min(episode.settings.max_calls + _MAX_EXTRA_REQUESTS, connections.max_connections // 4)
         if self._num_requests[episode] >= limit:
             raise CallError(f"{limit} requests of the episode are in progress", 429, "too_many_requests")
         self._num_requests[episode] += 1
@@ -144,7 +139,7 @@ class Endpoint:
             # Before the body is read, so that a call beyond the limit costs no transfer.
             episode.admit_call()
             read_json = await self._read_body(request)
-            is_trained = _read_flag(request, _TRAIN_HEADER, default=True)
+            is_trained = _is_trained(request)
             session = request.headers.get(_SESSION_HEADER, "")
             start = f"{request.path} {is_trained} {session}\n".encode("utf-8", "surrogateescape")
             digest = hashlib.sha256(start + await request.read()).digest()
@@ -238,12 +233,7 @@ class Endpoint:
             return web.json_response({"object": "list", "data": [model], **pages})
 
     async def _read_body(self, request: web.Request) -> Callable[[], object]:
-        """Receive a body, and return a function that inflates and parses it.
-
-        Raises:
-            CallError: The body did not arrive in time.
-            web.HTTPException: It is too large.
-        """
+        """Receive a body, and return a function that inflates and parses it."""
         try:
             async with asyncio.timeout(_TRANSFER_SECONDS):
                 content = await request.read()
@@ -255,26 +245,15 @@ class Endpoint:
         return lambda: _parse_body(content, encoding, self._max_body_bytes)
 
 
-def _read_flag(request: web.Request, name: str, *, default: bool) -> bool:
-    """Return a header that is ``true`` or ``false``.
-
-    Raises:
-        CallError: It is something else.
-    """
-    text = request.headers.get(name)
-    if text is None:
-        return default
+def _is_trained(request: web.Request) -> bool:
+    text = request.headers.get(_TRAIN_HEADER, "true")
     if text.lower() not in ("true", "false"):
-        raise CallError(f"the header {name} = {text!r:.80}, expected true or false")
+        raise CallError(f"the header {_TRAIN_HEADER} = {text!r:.80}, expected true or false")
     return text.lower() == "true"
 
 
 def _read_fields(body: object, required: set[str], optional: set[str], form: str) -> dict[str, Any]:
-    """Return the fields of a body of the endpoint's own; ``id`` is a string.
-
-    Raises:
-        CallError: The body is no object, lacks a field, or has another one.
-    """
+    """Return the fields of a body of the endpoint's own; ``id`` is a string."""
     if not isinstance(body, dict) or not required <= body.keys() <= required | optional:
         raise CallError(f"expected {form}, got {body!r:.200}")
     if "id" in body and not isinstance(body["id"], str):
@@ -288,7 +267,6 @@ async def _call(function: Callable[..., None], *arguments: object) -> None:
 
 
 async def _run_in_episode_loop(episode: Episode, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in the event loop that the episode's samples belong to."""
     error_at_end = CallError("the episode has ended", 503, "episode_over")
     try:
         future = asyncio.run_coroutine_threadsafe(coroutine, episode.loop)
@@ -332,10 +310,5 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
         print(f"warning  agents: {request.method} {request.path!r:.80} failed: {reason}", file=sys.stderr, flush=True)
         rejected = CallError(f"the endpoint failed: {reason}", 500)
     is_anthropic = request.path.startswith(MESSAGES.path) or "anthropic-version" in request.headers
-    body = MESSAGES.error_body(rejected) if is_anthropic else rejected.body
+    body = error_body(rejected) if is_anthropic else rejected.body
     return web.json_response(body, status=rejected.status)
-
-
-def _digest(key: str) -> bytes:
-    # aiohttp decodes headers with surrogateescape, so that a key may hold any bytes.
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

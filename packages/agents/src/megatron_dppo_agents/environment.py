@@ -42,9 +42,6 @@ class EnvironmentAgent:
     """An environment of verifiers 0.4 in a process of its own, which starts with the first episode.
 
     A process that ends by itself fails the episodes in progress; the next episode starts another.
-
-    Args:
-        config: The section ``[agent]``.
     """
 
     def __init__(self, config: AgentConfig) -> None:
@@ -83,19 +80,11 @@ class EnvironmentAgent:
         return AgentExit(None, failure, parts=parts, counts=counts, runs=runs)
 
     async def start(self) -> None:
-        """Start the process if there is none. An episode's time limit does not cover this.
-
-        Raises:
-            GenerateError: The environment cannot be loaded.
-        """
+        """Start the process if there is none. An episode's time limit does not cover this."""
         await asyncio.to_thread(self._started)
 
     def tasks(self) -> list[dict[str, Any]]:
-        """Return the tasks as rows of data.
-
-        Raises:
-            GenerateError: The environment cannot be loaded.
-        """
+        """Return the tasks as rows of data."""
         return self._started().tasks()
 
     def close(self) -> None:
@@ -115,11 +104,7 @@ class EnvironmentAgent:
 
 
 class _EnvironmentProcess:
-    """The process and its pipes; a thread reads its replies.
-
-    Raises:
-        GenerateError: The process cannot be started, or the environment cannot be loaded.
-    """
+    """The process and its pipes; a thread reads its replies."""
 
     def __init__(self, config: AgentConfig) -> None:
         assert config.environment is not None and config.environment_python is not None
@@ -182,7 +167,6 @@ class _EnvironmentProcess:
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """End the process and what it has started."""
         with suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -234,7 +218,6 @@ def _counts(kind: str, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _mean_rewards(runs: Sequence[AgentRun]) -> dict[str, float]:
-    """Return the mean reward of each agent's runs, by its name."""
     rewards: dict[str, list[float]] = {}
     for run in runs:
         rewards.setdefault(run.agent, []).append(run.reward)

@@ -19,7 +19,7 @@ from megatron_dppo.rollout.stop_strings import StopStrings
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, FinishReason, SegmentCredit, ToolTime
 from megatron_dppo_agents.agent_request import AgentRequest, CallError, ContextLengthError
-from megatron_dppo_agents.agent_response import AgentResponse, build_response
+from megatron_dppo_agents.agent_response import AgentResponse
 from megatron_dppo_agents.call_ids import CallIds
 from megatron_dppo_agents.conversations import Conversation, TurnSpan, tools_key
 from megatron_dppo_agents.episode_result import CallCounts, SegmentChoice, choose_segments, token_metrics
@@ -56,14 +56,8 @@ class EpisodeSettings:
 class Episode:
     """Calls of an agent for one sample. Belongs to one event loop, except for what the endpoint counts.
 
-    Calls are prepared one after the other, and sampled side by side.
-
-    Args:
-        turns: Turns of the response.
-        template: Chat template of the model.
-        reader: Reader of the model's responses.
-        settings: Limits, and what is trained on.
-        executor: Threads that parse, render and tokenize. An episode uses one at a time.
+    Calls are prepared one after the other by a thread of the executor, and sampled side by side. A call that is
+    rejected, or names an unknown response, raises ``CallError``.
     """
 
     def __init__(
@@ -93,16 +87,10 @@ class Episode:
         self._prepare_lock = asyncio.Lock()
         self._counts = CallCounts()
         self.calls = RunningCalls(self._counts)
-        """Calls in progress."""
         self.stored_responses = StoredResponses()
         self._tool_clock = ToolClock()
         self._call_ids = CallIds()
         self._runs: tuple[AgentRun, ...] = ()
-
-    @property
-    def max_calls(self) -> int:
-        """Maximum number of calls."""
-        return self.settings.max_calls
 
     @property
     def is_cut_off(self) -> bool:
@@ -115,20 +103,12 @@ class Episode:
         return self._rewards.total
 
     def add_reward(self, reward: float, response_id: str | None = None) -> None:
-        """Set the reward of the episode, or that of a response; a later one replaces it.
-
-        Args:
-            reward: A finite number.
-            response_id: Id of the response as the client has got it. None: the episode.
-
-        Raises:
-            CallError: No response of the episode has the id.
-        """
+        """Set the reward of the episode, or that of a response; a later one replaces it."""
         if response_id is None:
-            self._rewards.set_episode(reward)
+            self._rewards.episode = reward
             return
         _, order = self._find_response(response_id)
-        self._rewards.set_response(order, reward)
+        self._rewards.by_response[order] = reward
 
     def add_rewards(self, parts: Mapping[str, float]) -> None:
         """Set the reward of the episode to the weighted sum of its parts; later ones replace them."""
@@ -154,11 +134,7 @@ class Episode:
         return sum(rewards) / max(1, len(rewards))
 
     def leave_out(self, response_id: str) -> None:
-        """Leave the conversation of a response out of training, with its responses to come.
-
-        Raises:
-            CallError: No response of the episode has the id.
-        """
+        """Leave the conversation of a response out of training, with its responses to come."""
         conversation, _ = self._find_response(response_id)
         conversation.is_left_out = True
 
@@ -178,31 +154,17 @@ class Episode:
         return self._conversation_by_response[name]
 
     def admit_call(self) -> None:
-        """Count a call, before its body is read.
-
-        Raises:
-            CallError: The episode has made all its calls.
-        """
-        if self._counts.admitted >= self.max_calls:
+        """Count a call, before its body is read."""
+        if self._counts.admitted >= self.settings.max_calls:
             self._has_reached_limit = True
             key = self._turns.prompt.limit_key("agent.max_calls")
-            raise CallError(f"the episode has made its {self.max_calls} calls ({key})", 400, "max_calls")
+            raise CallError(f"the episode has made its {self.settings.max_calls} calls ({key})", 400, "max_calls")
         self._counts.admitted += 1
 
     async def respond(
         self, read: Callable[[], AgentRequest], *, digest: bytes = b"", is_trained: bool = True, session: str = ""
     ) -> AgentResponse:
-        """Return the policy's response to a call; see ``RunningCalls.respond``.
-
-        Args:
-            read: Parses the body of the call. Runs in a thread.
-            digest: Digest of the body. Empty: no call is the same.
-            is_trained: False if the agent leaves the call out of training.
-            session: Name of the agent that makes the call, if the episode has several.
-
-        Raises:
-            CallError: The call is rejected, or the episode has ended.
-        """
+        """Return the policy's response to a call; see ``RunningCalls.respond``."""
         process = partial(self._process, read, time.monotonic(), is_trained=is_trained, session=session)
         return await self.calls.respond(process, digest)
 
@@ -212,13 +174,9 @@ class Episode:
         return self._turns.params.max_new_tokens
 
     async def count_tokens(self, read: Callable[[], AgentRequest]) -> int:
-        """Return the number of prompt tokens that a call would have as the first of its conversation.
-
-        Raises:
-            CallError: The call is invalid, or the episode has counted too often.
-        """
+        """Return the number of prompt tokens that a call would have as the first of its conversation."""
         counted = self._counts.token_counts
-        if counted >= self.max_calls * _COUNTS_PER_CALL:
+        if counted >= self.settings.max_calls * _COUNTS_PER_CALL:
             raise CallError(
                 f"the episode has counted tokens {counted} times, {_COUNTS_PER_CALL} for each of its calls "
                 f"({self._turns.prompt.limit_key('agent.max_calls')})",
@@ -232,12 +190,7 @@ class Episode:
             )
 
     async def finish(self, failure: str, counts: Mapping[str, float]) -> Completion:
-        """Return the response, with all segments that are trained on.
-
-        Args:
-            failure: Reason why the agent failed, else empty.
-            counts: Further counters of the episode.
-        """
+        """Return the response, with all segments that are trained on."""
         reward = None if failure else self.reward
         reward_parts = {} if failure else self._rewards.parts
         for response in self.calls.undelivered:
@@ -349,7 +302,15 @@ class Episode:
         else:
             text = decode(turn.token_ids)
             message = {"role": "assistant", "content": text if match is None else text[: match.start]}
-        response = build_response(call, turn, prompt, message)
+        finish_reason = "tool_calls" if "tool_calls" in message else "stop"
+        response = AgentResponse(
+            call=call,
+            message=message,
+            token_ids=turn.token_ids,
+            prompt_token_ids=prompt,
+            finish_reason=finish_reason if turn.finish_reason == FinishReason.STOP else "length",
+            stop_string=None if match is None else match.text,
+        )
         if call.returns_logprobs:
             values = branch.response.logprobs(len(prompt), branch.position)
             texts = tuple(self._turns.tokenizer.decode([token]) for token in turn.token_ids)
@@ -369,7 +330,6 @@ class Episode:
         return response
 
     def _append(self, prepared: PreparedCall, *, is_trained: bool, session: str) -> Conversation:
-        """Append the tokens of a call to its conversation, or begin one."""
         call = prepared.request
         tokens = [*prepared.continuation.token_ids, *prepared.opening]
         conversation = prepared.continuation.conversation
@@ -399,17 +359,12 @@ class Episode:
         return conversation
 
     def _extend(self, conversation: Conversation, tokens: list[int], *, closes: bool) -> None:
-        """Append the agent's tokens to a conversation.
-
-        Args:
-            conversation: The conversation.
-            tokens: Tokens to append.
-            closes: The tokens begin with the end of the last response. Its end token is not appended twice.
-        """
+        """Append the agent's tokens to a conversation; with ``closes`` they begin with the end of its last response."""
         branch = conversation.branch
         last = branch.token_ids[-1]
         # A response that was cut off has no end token, and the template's must be added.
         is_closed = closes and branch.finish_reason == FinishReason.STOP
+        # The end token is not appended twice.
         if is_closed and tokens and self._reader.is_same_end(last, tokens[0]):
             tokens = tokens[1:]
         if len(tokens) >= branch.tokens_left:

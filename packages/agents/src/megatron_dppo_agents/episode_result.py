@@ -49,12 +49,7 @@ class SegmentChoice(NamedTuple):
 
 
 def choose_segments(conversations: Sequence[Conversation], segments: Literal["all", "longest"]) -> SegmentChoice:
-    """Return the conversations that train; none if the agent has left all of them out.
-
-    Args:
-        conversations: Conversations with sampled tokens.
-        segments: ``agent.segments``.
-    """
+    """Return the conversations that train; none if the agent has left all of them out."""
     trained = [each for each in conversations if each.is_trained and not each.is_left_out]
     left_out = _num_sampled(each for each in conversations if each not in trained)
     if segments == "all" or not trained:
@@ -67,14 +62,7 @@ def choose_segments(conversations: Sequence[Conversation], segments: Literal["al
 def token_metrics(
     conversations: Sequence[Conversation], choice: SegmentChoice, interrupted: int, dropped: Mapping[str, int]
 ) -> dict[str, float]:
-    """Return the numbers of sequences and segments, and the shares of the sampled tokens that do not train.
-
-    Args:
-        conversations: Conversations with sampled tokens.
-        choice: Those that train.
-        interrupted: Tokens sampled by calls that were in progress when the agent ended.
-        dropped: See ``Turns.dropped_tokens``.
-    """
+    """Return the numbers of sequences and segments, and the shares of the sampled tokens that do not train."""
     untrained = {
         "left_out": choice.left_out,
         "shorter": choice.shorter,

@@ -55,10 +55,7 @@ class AgentFunction:
     """Generate function that runs the agent of ``[agent]``; ``close`` it at the end.
 
     Args:
-        config: The section ``[agent]``.
-        variables: Variables of the chat template.
         now: Returns the date that the chat template sees. Called once, for the first episode.
-        part_weights: ``reward.agent_parts``.
         run_folder: Folder of the run, by which its containers are known.
 
     Raises:
@@ -224,7 +221,6 @@ def _agent_name(config: AgentConfig) -> str:
 
 
 def _load_program(config: AgentConfig, run_folder: Path) -> Agent:
-    """Return the program or the environment."""
     if config.isolation in CONTAINER_TOOLS:
         assert config.command is not None
         return ContainerAgent(config.command, config, run_folder)
@@ -245,11 +241,6 @@ def _load_program(config: AgentConfig, run_folder: Path) -> Agent:
 
 
 def _check_namespace(config: AgentConfig) -> None:
-    """Check that a program can be started in namespaces of its own.
-
-    Raises:
-        GenerateError: The kernel or the container does not allow it.
-    """
     # The limits are those of the agent's program, not of this one.
     unlimited = config.model_copy(update={"max_memory_gb": None, "max_cpu_seconds": None})
     done = subprocess.run(isolated_command(["true"], unlimited), capture_output=True, text=True, check=False)

@@ -36,11 +36,7 @@ _MAX_STOP_TOKENS = 64
 
 
 def read_generate(data: object, _: StoredResponses | None = None) -> AgentRequest:
-    """Read a body of ``/inference/v1/generate``.
-
-    Raises:
-        CallError: The body is invalid, or asks for something unsupported.
-    """
+    """Read a body of ``/inference/v1/generate``."""
     body = require_object(data)
     tokens = body.get("token_ids")
     if not is_token_list(tokens):

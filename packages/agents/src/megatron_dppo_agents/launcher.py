@@ -54,11 +54,7 @@ def landlock_version() -> int:
 
 
 def isolate() -> None:
-    """Put this process into a Landlock domain of its own.
-
-    Raises:
-        OSError: The kernel does not allow it.
-    """
+    """Put this process into a Landlock domain of its own; ``OSError`` if the kernel does not allow it."""
     version = landlock_version()
     # A domain needs one restriction. Older kernels have none for signals, and there a right that only root has, to make
     # block devices, does the least harm.
@@ -74,12 +70,7 @@ def isolate() -> None:
 
 
 def limit(memory: int | None, cpu: int | None) -> None:
-    """Limit this process and each of its children.
-
-    Args:
-        memory: Address space in bytes.
-        cpu: CPU time in seconds. The process is killed beyond it.
-    """
+    """Limit the address space in bytes and the CPU time in seconds of this process and of each of its children."""
     for kind, value in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, cpu)):
         if value is not None:
             resource.setrlimit(kind, (value, value))
@@ -89,9 +80,6 @@ def enter_namespace() -> None:
     """Go on as a child of the first process of new namespaces, in which ``/proc`` shows their processes alone.
 
     The calling process never returns: it ends with the status of the child.
-
-    Raises:
-        OSError: The kernel or the container does not allow it.
     """
     user, group = os.getuid(), os.getgid()
     _check(_libc.unshare(_NEW_USER | _NEW_PROCESSES | _NEW_MOUNTS))

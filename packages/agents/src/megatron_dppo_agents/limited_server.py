@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import socket
 
@@ -26,14 +27,7 @@ _logger.disabled = True
 
 
 class LimitedServer:
-    """Listening HTTP server. ``start`` and ``stop`` belong to one event loop.
-
-    Args:
-        app: Routes and middlewares.
-        host: Address to listen on.
-        port: Port. 0 takes a free one.
-        network: Network to listen in. None: that of this process.
-    """
+    """Listening HTTP server. ``start`` and ``stop`` belong to one event loop. Port 0 takes a free one."""
 
     def __init__(self, app: web.Application, host: str, port: int = 0, network: LoopbackNetwork | None = None) -> None:
         # No access log: it would contain nothing that a run needs.
@@ -72,11 +66,7 @@ class LimitedServer:
         return self._connections
 
     async def start(self) -> None:
-        """Listen and accept connections.
-
-        Raises:
-            OSError: The server cannot listen on the address.
-        """
+        """Listen and accept connections; ``OSError`` if the address cannot be used."""
         await self._runner.setup()
         assert self._runner.server is not None
         self._connections = ConnectionLimit(self._runner.server, reserve_descriptors())
@@ -96,3 +86,9 @@ class LimitedServer:
         await asyncio.gather(self._accepting, return_exceptions=True)
         self._listener.close()
         await self._runner.cleanup()
+
+
+def digest_key(key: str) -> bytes:
+    """Return the digest by which keys are compared, so that the time of it tells nothing about a key."""
+    # aiohttp decodes headers with surrogateescape, so that a key may hold any bytes.
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -19,11 +19,7 @@ _UP_AND_RUNNING = 0x41
 
 
 class LoopbackNetwork:
-    """Network namespace with a loopback device alone, until ``close``.
-
-    Raises:
-        OSError: The kernel or a container does not allow it.
-    """
+    """Network namespace with a loopback device alone, until ``close``; ``OSError`` if it is not allowed."""
 
     def __init__(self) -> None:
         self._descriptor = _run_in_thread(_create)
@@ -34,11 +30,7 @@ class LoopbackNetwork:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def listen(self, address: tuple[str, int]) -> socket.socket:
-        """Return a socket that listens in the namespace. It can be used by any thread.
-
-        Raises:
-            OSError: The address is not one of the loopback device.
-        """
+        """Return a socket that listens on an address of the namespace. It can be used by any thread."""
         return _run_in_thread(lambda: self._listen(address))
 
     def close(self) -> None:

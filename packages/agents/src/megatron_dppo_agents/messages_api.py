@@ -42,11 +42,7 @@ _SIGNATURE = "unsigned"
 
 
 def read_messages(data: object, _: StoredResponses | None = None) -> AgentRequest:
-    """Read a body of ``/v1/messages``.
-
-    Raises:
-        CallError: The body is invalid, or asks for something unsupported.
-    """
+    """Read a body of ``/v1/messages``."""
     body = require_object(data)
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise CallError("'messages' is missing, empty or no list")
@@ -203,4 +199,4 @@ def error_body(error: CallError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": f"{prefix}{error}"}}
 
 
-MESSAGES = Protocol("/v1/messages", read_messages, message_body, message_events, error_body)
+MESSAGES = Protocol("/v1/messages", read_messages, message_body, message_events)

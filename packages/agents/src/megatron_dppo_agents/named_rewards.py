@@ -23,11 +23,7 @@ class NamedRewards:
         return '{"rewards": {' + ", ".join(f'"{name}": NUMBER' for name in self.weights) + "}}"
 
     def read(self, values: object) -> dict[str, float]:
-        """Return the parts of a reward, in the order of the weights.
-
-        Raises:
-            ValueError: There are no weights, a part is missing or unknown, or one is no finite number.
-        """
+        """Return the parts of a reward, in the order of the weights; ``ValueError`` for any other ones."""
         if not isinstance(values, Mapping):
             raise ValueError(f"'rewards' = {values!r:.80}, expected an object: {self.form}")
         names = list(map(str, values))

@@ -39,21 +39,7 @@ def prepare_call(
     is_trained: bool,
     session: str = "",
 ) -> PreparedCall:
-    """Parse, render and tokenize a call.
-
-    Args:
-        read: Parses its body.
-        conversations: All conversations of the episode. The busy ones may change meanwhile.
-        template: Chat template of the model.
-        reader: Reader of the model's responses.
-        call_ids: Ids of the episode's tool calls.
-        max_tokens: Maximum number of tokens of a conversation.
-        is_trained: False if the agent leaves the call out of training.
-        session: ``X-Session-ID`` of the call.
-
-    Raises:
-        CallError: The call is rejected.
-    """
+    """Parse, render and tokenize a call, or raise ``CallError``. Busy conversations may change meanwhile."""
     with _rejected_if_it_fails():
         call = read()
         template.check_size(call, max_tokens)
@@ -70,11 +56,7 @@ def prepare_call(
 def count_prompt_tokens(
     read: Callable[[], AgentRequest], template: ChatTemplate, call_ids: CallIds, max_tokens: int
 ) -> int:
-    """Return the number of prompt tokens that a call would have as the first of its conversation.
-
-    Raises:
-        CallError: The call is rejected.
-    """
+    """Return the number of prompt tokens that a call would have as the first of its conversation."""
     with _rejected_if_it_fails():
         call = read()
         template.check_size(call, max_tokens)

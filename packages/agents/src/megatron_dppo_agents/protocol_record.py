@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dppo_agents.agent_request import AgentRequest, CallError, Message
+from megatron_dppo_agents.agent_request import AgentRequest, Message
 from megatron_dppo_agents.agent_response import AgentResponse
 
 
@@ -21,11 +21,6 @@ class StoredResponses:
     """Output items by their ids, for ``item_reference``."""
 
 
-def openai_error(error: CallError) -> dict[str, Any]:
-    """Return the body of an error in OpenAI's form."""
-    return error.body
-
-
 @dataclass(frozen=True)
 class Protocol:
     """One API of the endpoint."""
@@ -34,11 +29,8 @@ class Protocol:
     read: Callable[[object, StoredResponses], AgentRequest]
     """Reads a body. Raises ``CallError``."""
     body: Callable[[AgentResponse], dict[str, Any]]
-    """Returns the body of a response."""
     events: Callable[[AgentResponse], Iterator[bytes]] | None
     """Yields the server-sent events of a complete response. None: ``read`` refuses streams."""
-    error_body: Callable[[CallError], dict[str, Any]] = openai_error
-    """Returns the body of an error, as the clients of the API read it."""
     store: Callable[[AgentResponse, StoredResponses], None] | None = None
     """Keeps the messages up to a response. None: the API has no conversations of its own."""
 

@@ -15,15 +15,7 @@ from megatron_dppo_conversations.formats.base import make_tool_call
 
 
 def load_renderer(name: str, tokenizer: Any) -> Any:
-    """Return a renderer of the package ``renderers``.
-
-    Args:
-        name: Name of the renderer, such as ``qwen3.5``.
-        tokenizer: Tokenizer of the model.
-
-    Raises:
-        GenerateError: The package is missing, has no renderer of that name, or it does not fit the tokenizer.
-    """
+    """Return the renderer with a name such as ``qwen3.5``; ``GenerateError`` if it does not fit the tokenizer."""
     package = import_renderers(name)
     try:
         return package.create_renderer(tokenizer, package.config_from_name(name))
@@ -35,11 +27,7 @@ def load_renderer(name: str, tokenizer: Any) -> Any:
 
 
 def import_renderers(name: str) -> Any:
-    """Return the package, whose parts are not typed.
-
-    Raises:
-        GenerateError: It cannot be imported.
-    """
+    """Return the package, whose parts are not typed."""
     try:
         return importlib.import_module("renderers")
     except ImportError as error:
@@ -50,13 +38,7 @@ def import_renderers(name: str) -> Any:
 
 
 class RendererReader(ResponseReader):
-    """Reader by a renderer. Prompts stay those of the model's chat template.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        renderer: The renderer.
-        separates_reasoning: True to take thoughts out of the content.
-    """
+    """Reader by a renderer. Prompts stay those of the model's chat template."""
 
     def __init__(self, tokenizer: Any, renderer: Any, *, separates_reasoning: bool) -> None:
         super().__init__(tokenizer, FORMATS["none"], separates_reasoning=separates_reasoning)

@@ -1,4 +1,4 @@
-"""Fields that the bodies of several APIs have, checked and normalized."""
+"""Fields that the bodies of several APIs have, checked and normalized. A wrong one raises ``CallError``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ _MAX_MODEL_NAME = 256
 BEGUN_ANSWER = "the beginning of a response cannot be given"
 """Rule of all APIs: tokens of a response are sampled, from the first one on."""
 _MAX_STOPS = 16
-"""Maximum number of stop strings."""
 _MAX_STOP_LENGTH = 256
-"""Maximum length of a stop string in characters."""
 _IGNORED_SETTINGS: Mapping[str, Any] = {
     "temperature": None,
     "top_p": None,
@@ -81,22 +79,14 @@ class ToolChoice(NamedTuple):
 
 
 def require_object(data: object) -> dict[str, Any]:
-    """Return a body.
-
-    Raises:
-        CallError: It is no object.
-    """
+    """Return a body."""
     if not isinstance(data, dict):
         raise CallError("the body is no JSON object")
     return data
 
 
 def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return the stop strings of a body; empty if there are none.
-
-    Raises:
-        CallError: They are no strings with text, or too many or too long.
-    """
+    """Return the stop strings of a body; empty if there are none."""
     value = body.get(name)
     strings = [value] if isinstance(value, str) else value or []
     is_list = isinstance(strings, list) and all(isinstance(each, str) and each for each in strings)
@@ -111,18 +101,10 @@ def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 def unfollowed_fields(
     body: Mapping[str, Any], served: frozenset[str], without_effect: frozenset[str]
 ) -> tuple[str, ...]:
-    """Return the names of a body's fields that are accepted and not followed.
+    """Return the names of a body's fields that are accepted and not followed; refuse forms and parts of the input.
 
-    Args:
-        body: The body.
-        served: Fields that are followed, or refused elsewhere.
-        without_effect: Fields that change nothing in a response.
-
-    Returns:
-        ``unknown_field`` for each field that no API has, because clients choose those names.
-
-    Raises:
-        CallError: A field is a part of the input, or a form of the response.
+    ``unknown_field`` stands for each field that no API has, because clients choose those names. Fields in ``served``
+    are followed, or refused elsewhere.
     """
     for name, neutral in _INPUT_FIELDS.items():
         if name not in served and body.get(name) not in (None, neutral, [], {}, ""):
@@ -148,21 +130,13 @@ def _fix(name: str) -> str:
 
 
 def refuse_begun_answer(message: Mapping[str, Any], name: str) -> None:
-    """Check that an assistant's message is complete.
-
-    Raises:
-        CallError: It is the beginning of a response: ``prefix`` of DeepSeek and Mistral, ``partial`` of Kimi and Qwen.
-    """
+    """Refuse the beginning of a response: ``prefix`` of DeepSeek and Mistral, ``partial`` of Kimi and Qwen."""
     if message.get("prefix") or message.get("partial"):
         raise CallError(f"{name} is the beginning of a response; {BEGUN_ANSWER}")
 
 
 def require_text_format(output_format: Any, name: str) -> None:
-    """Check that a response may be any text.
-
-    Raises:
-        CallError: A form is asked for.
-    """
+    """Refuse any form of a response but text."""
     kind = output_format.get("type") if isinstance(output_format, dict) else output_format
     if kind not in (None, "text"):
         raise CallError(
@@ -177,15 +151,7 @@ def is_token_list(value: object) -> TypeGuard[list[int]]:
 
 
 def read_tools(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]]:
-    """Return the tools in the form of chat completions; empty if there are none.
-
-    Args:
-        body: The body.
-        kinds: Types of the tools that a program runs itself.
-
-    Raises:
-        CallError: They are no list of objects. Or one is a hosted or custom tool, or has no name.
-    """
+    """Return the tools in the form of chat completions; refuse all but ``kinds``, which the program runs itself."""
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise CallError(f"'tools' = {tools!r:.200}, expected a list of objects")
@@ -195,15 +161,7 @@ def read_tools(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, An
 
 
 def read_call(call: Any, name: str) -> dict[str, Any]:
-    """Return a tool call as chat templates expect it.
-
-    Args:
-        call: The call.
-        name: Where it stands, for errors.
-
-    Raises:
-        CallError: It has no function's name, or its fields have other types.
-    """
+    """Return a tool call as chat templates expect it."""
     with _refused_in_words():
         return read_tool_call(call, name)
 
@@ -221,14 +179,7 @@ def read_tool_choice(
 ) -> ToolChoice:
     """Return the rules of a request for the tool calls in its response.
 
-    Args:
-        choice: None, ``auto``, ``none``, ``required``, or an object that names a tool.
-        tools: Tools of the request in the form of chat completions.
-        kind: Type of such an object.
-        path: Fields of the object that lead to the name.
-
-    Raises:
-        CallError: There is no such tool, or the choice has an unknown form.
+    A choice is None, ``auto``, ``none``, ``required``, or an object of type ``kind`` with the tool's name at ``path``.
     """
     name: Any = choice
     if choice in (None, "auto", "none"):
@@ -253,11 +204,7 @@ def read_tool_choice(
 
 
 def read_model(body: Mapping[str, Any]) -> str:
-    """Return the name of the model; empty if there is none.
-
-    Raises:
-        CallError: It is no string, or too long.
-    """
+    """Return the name of the model; empty if there is none."""
     model = body.get("model") or ""
     if not isinstance(model, str) or len(model) > _MAX_MODEL_NAME:
         raise CallError(f"'model' = {model!r:.80}, expected a string of at most {_MAX_MODEL_NAME} characters")
@@ -265,11 +212,7 @@ def read_model(body: Mapping[str, Any]) -> str:
 
 
 def read_bool(body: Mapping[str, Any], name: str) -> bool:
-    """Return a flag; False if it is missing.
-
-    Raises:
-        CallError: It is no boolean.
-    """
+    """Return a flag; False if it is missing."""
     value = body.get(name) or False
     if not isinstance(value, bool):
         raise CallError(f"{name!r} = {value!r:.80}, expected true or false")
@@ -277,11 +220,7 @@ def read_bool(body: Mapping[str, Any], name: str) -> bool:
 
 
 def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
-    """Return the lowest of some limits; None if there is none.
-
-    Raises:
-        CallError: One is no whole number above 0.
-    """
+    """Return the lowest of some limits; None if there is none."""
     limits = [(name, body[name]) for name in names if body.get(name) is not None]
     for name, value in limits:
         if type(value) is not int or value < 1:
@@ -290,11 +229,7 @@ def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
 
 
 def text_of_parts(content: Any, types: Collection[str], name: str) -> str:
-    """Return the text of a content: a string, or a list of parts of some types.
-
-    Raises:
-        CallError: A part is no text.
-    """
+    """Return the text of a content: a string, or a list of parts of some types."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):

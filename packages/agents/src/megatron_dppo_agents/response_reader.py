@@ -17,13 +17,7 @@ _TAIL_TOKENS = 16
 
 
 class ResponseReader:
-    """Reader of the responses of one model.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        response_format: Format of its responses.
-        separates_reasoning: True to take thoughts out of the content.
-    """
+    """Reader of the responses of one model."""
 
     def __init__(self, tokenizer: Any, response_format: ResponseFormat, *, separates_reasoning: bool) -> None:
         self._tokenizer = tokenizer
@@ -43,11 +37,7 @@ class ResponseReader:
         return self._token_ids(self._format.stop_tokens)
 
     def check(self, call: AgentRequest) -> None:
-        """Check that the model has what a call needs: stop tokens, and a form of tool calls if the call has tools.
-
-        Raises:
-            CallError: It has not.
-        """
+        """Check that the model has what a call needs: stop tokens, and a form of tool calls if the call has tools."""
         self.check_stop_tokens(call)
         if call.reads_tool_calls and self._format.name == "none":
             names = ", ".join(name for name in FORMATS if name != "none")
@@ -57,11 +47,7 @@ class ResponseReader:
             )
 
     def check_stop_tokens(self, call: AgentRequest) -> None:
-        """Check that the stop tokens of a call exist.
-
-        Raises:
-            CallError: One does not.
-        """
+        """Check that the stop tokens of a call exist."""
         if call.stop_token_ids and max(call.stop_token_ids) >= len(self._tokenizer):
             raise CallError(
                 f"'stop_token_ids': there is no token {max(call.stop_token_ids)!r:.80}; the tokenizer has "
@@ -98,14 +84,9 @@ class ResponseReader:
         num_given: int = 0,
         stop_match: StopMatch | None = None,
     ) -> ParsedResponse:
-        """Split sampled tokens.
+        """Split sampled tokens into thoughts, text and tool calls.
 
-        Args:
-            call: The call that they respond to.
-            prompt: Tokens before them.
-            tokens: The sampled tokens.
-            num_given: Number of the prompt's last tokens with which the response begins.
-            stop_match: Stop string that ended the sampled tokens. It is not part of the message.
+        The response begins with the last ``num_given`` tokens of the prompt. A stop string that ended it is left out.
         """
         start = len(prompt) - num_given
         given = tuple(prompt[start:])

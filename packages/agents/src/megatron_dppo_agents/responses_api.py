@@ -48,11 +48,7 @@ _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develop
 
 
 def read_responses(data: object, stored: StoredResponses) -> AgentRequest:
-    """Read a body of ``/v1/responses``.
-
-    Raises:
-        CallError: The body is invalid, or asks for something unsupported.
-    """
+    """Read a body of ``/v1/responses``."""
     body = require_object(data)
     before = _previous_messages(body.get("previous_response_id"), stored.messages)
     items = body.get("input")
@@ -101,11 +97,7 @@ def _previous_messages(response_id: Any, stored: Mapping[str, Sequence[Message]]
 
 
 def _referenced_item(item: Any, index: int, stored: StoredResponses) -> Any:
-    """Return the item of an earlier response that an item names by its id; any other item as it is.
-
-    Raises:
-        CallError: No response of the episode has an item of that id.
-    """
+    """Return the item of an earlier response that an item names by its id; any other item as it is."""
     if not isinstance(item, dict) or item.get("type", None if "role" in item else "item_reference") != "item_reference":
         return item
     item_id = item.get("id")
@@ -172,7 +164,6 @@ def _reasoning_text(item: Mapping[str, Any], name: str) -> str:
 
 
 def _output(response: AgentResponse) -> list[dict[str, Any]]:
-    """Return the output items of a response."""
     name = response.name
     items: list[dict[str, Any]] = []
     if response.reasoning:

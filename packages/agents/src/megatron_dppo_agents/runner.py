@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -73,11 +74,7 @@ class AgentExit:
 
 
 def program_variables(pass_env: Collection[str]) -> dict[str, str]:
-    """Return the environment variables of the trainer that a program gets.
-
-    Args:
-        pass_env: ``agent.pass_env``.
-    """
+    """Return the environment variables of the trainer that a program gets."""
     names = {*_ENVIRONMENT, *pass_env}
     return {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
 
@@ -120,10 +117,8 @@ class Agent(Protocol):
 class ProgramAgent:
     """A program that is started for each episode, in a new session. Its output is used only for error messages.
 
-    Args:
-        command: Program and arguments.
-        config: The section ``[agent]``. Only isolated programs have their API key in their environment, because
-            otherwise the agents of other episodes can read that.
+    Only isolated programs have their API key in their environment, because otherwise the agents of other episodes can
+    read that.
     """
 
     def __init__(self, command: Sequence[str], config: AgentConfig) -> None:
@@ -152,14 +147,7 @@ def endpoint_variables(task: AgentTask, *, with_keys: bool) -> dict[str, str]:
 
 
 def exit_of_program(name: str, status: int, output: bytes | bytearray, task: AgentTask) -> AgentExit:
-    """Return the result of a program that has ended.
-
-    Args:
-        name: Name of the program, for the failure.
-        status: Exit status.
-        output: End of its output.
-        task: Its task.
-    """
+    """Return the result of a program that has ended."""
     if status == 0:
         return AgentExit(1.0, parts=_last_object(output))
     last = output.decode("utf-8", "replace").strip().replace(task.api_key, "***")
@@ -178,7 +166,6 @@ class _ProgramProtocol(asyncio.subprocess.SubprocessStreamProtocol):
         self.exited: asyncio.Future[None] = loop.create_future()
 
     def process_exited(self) -> None:
-        """See ``asyncio.SubprocessProtocol``."""
         super().process_exited()
         if not self.exited.done():
             self.exited.set_result(None)
@@ -187,13 +174,9 @@ class _ProgramProtocol(asyncio.subprocess.SubprocessStreamProtocol):
 async def run_program(
     command: Sequence[str], environment: Mapping[str, str], task: AgentTask
 ) -> tuple[int, bytes | bytearray]:
-    """Run a program in a new session, with the task on its standard input. Its session is killed at the end.
+    """Run a program in a new session, with a task on its standard input; ``OSError`` if it cannot be started.
 
-    Returns:
-        Exit status, and the end of the output.
-
-    Raises:
-        OSError: The program cannot be started.
+    Returns its exit status and the end of its output. Its session is killed at the end.
     """
     pipe = asyncio.subprocess.PIPE
     output = bytearray()
@@ -258,42 +241,28 @@ async def _run_in_thread(function: Callable[[], Any]) -> Any:
 
     A thread cannot be ended. When the call is canceled it goes on, and does not keep the process from exiting.
     """
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
-
-    def deliver(value: Any, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is None:
-            result.set_result(value)
-        else:
-            result.set_exception(error)
+    result: Future[Any] = Future()
+    # Not to be cancelled by that of its caller, before it has a result.
+    result.set_running_or_notify_cancel()
 
     def work() -> None:
-        value: Any = None
-        error: BaseException | None = None
         try:
-            value = function()
-        except StopIteration as raised:  # a future cannot hold it
-            error = RuntimeError(f"StopIteration: {raised}")
-        except BaseException as raised:
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(deliver, value, error)
+            result.set_result(function())
+        except StopIteration as error:  # a future of asyncio cannot hold it
+            result.set_exception(RuntimeError(f"StopIteration: {error}"))
+        except BaseException as error:
+            result.set_exception(error)
 
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(work,), name="agent-function", daemon=True).start()
-    return await result
+    return await asyncio.wrap_future(result)
 
 
 async def run_with_time_limit(work: Coroutine[Any, Any, T], episode: Episode, seconds: float) -> T:
     """Run ``work`` and return its result.
 
-    It is canceled when the agent itself has taken more than ``seconds``, or when the episode is interrupted.
-
-    Raises:
-        AgentTimeout: The agent exceeded the limit.
-        BaseException: The exception that interrupted the episode.
+    It is canceled when the agent itself has taken more than ``seconds`` (``AgentTimeout``), or when the episode is
+    interrupted, whose exception is raised.
     """
     task = asyncio.create_task(work)
     try:

@@ -15,19 +15,12 @@ from megatron_dppo_agents.episode_result import CallCounts
 
 
 class RunningCalls:
-    """Calls of one episode: each runs once, however often its body is sent.
-
-    Belongs to the event loop in which it is made.
-
-    Args:
-        counts: Counts calls whose body was sent again.
-    """
+    """Calls of one episode in the current event loop: each runs once, however often its body is sent."""
 
     def __init__(self, counts: CallCounts) -> None:
         self.interrupted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises the exception that ends the episode from the policy's side: a cancellation or a server error."""
         self.clock = AgentClock()
-        """Time of the agent."""
         self._counts = counts
         self._by_digest: dict[bytes, asyncio.Task[AgentResponse]] = {}
         """Calls in progress by the digest of their bodies."""
@@ -40,17 +33,10 @@ class RunningCalls:
     async def respond(
         self, process: Callable[[], Coroutine[Any, Any, AgentResponse]], digest: bytes = b""
     ) -> AgentResponse:
-        """Return the response to a call.
+        """Return the response to a call, or raise ``CallError``.
 
         A body that is sent again while its first call is in progress gets the same response. So does one whose first
-        response found no client to read it.
-
-        Args:
-            process: Responds to a new call.
-            digest: Digest of the call's body. Empty: no call is the same.
-
-        Raises:
-            CallError: The call is rejected, or the episode has ended.
+        response found no client to read it. An empty digest is that of no other call.
         """
         if digest in self._undelivered:
             self._counts.repeated += 1
@@ -77,11 +63,7 @@ class RunningCalls:
         return list(self._undelivered.values())
 
     def check_interrupted(self) -> None:
-        """Reject a call of an episode that has ended from the policy's side.
-
-        Raises:
-            CallError: It has.
-        """
+        """Reject a call of an episode that has ended from the policy's side."""
         if self.interrupted.done():
             raise _episode_over()
 

@@ -23,11 +23,9 @@ from megatron_dppo.types.token_columns import TOKEN_COLUMNS, Alignment, TokenCol
 
 
 def join_segments(segments: Sequence[Completion], last: int) -> Completion:
-    """Return one completion of the tokens of all segments.
+    """Return one completion of the tokens of all segments, with text and finish reason of the segment ``last``.
 
-    Args:
-        segments: At least one completion, each without a prompt outside of its tokens, all with the same columns.
-        last: Index of the segment whose text and finish reason are those of the episode.
+    Each segment has no prompt outside of its tokens, and all have the same columns.
     """
     if len(segments) == 1:
         return segments[0]
@@ -35,8 +33,8 @@ def join_segments(segments: Sequence[Completion], last: int) -> Completion:
     starts = [0, *accumulate(lengths)]
     columns: dict[str, Any] = {
         str(column.response): _join_column(column, segments)
-        for column in _columns()
-        if getattr(segments[0], str(column.response)) is not None
+        for column in TOKEN_COLUMNS
+        if column.response is not None and getattr(segments[0], column.response) is not None
     }
     spans = [
         span._replace(start=span.start + start, end=span.end + start)
@@ -68,8 +66,3 @@ def _join_column(column: TokenColumn, segments: Sequence[Completion]) -> TokenRo
         if column.alignment == Alignment.INPUTS and is_followed and isinstance(rows, Tensor):
             parts.append(column.filled(1, rows))
     return column.join(parts)
-
-
-def _columns() -> list[TokenColumn]:
-    """Return the columns that a completion has."""
-    return [column for column in TOKEN_COLUMNS if column.response is not None]

@@ -22,11 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Write one row for each task: its key, prompt and name.
-
-    Raises:
-        UserError: A wrong configuration, an environment that cannot be loaded, or an existing file.
-    """
+    """Write one row for each task: its key, prompt and name."""
     from megatron_dppo.config.io import load_config
     from megatron_dppo_agents.environment import EnvironmentAgent
 

@@ -14,14 +14,7 @@ from megatron_dppo_conversations.rules import with_text_arguments
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        variables: Variables of the template, ``data.chat_template_kwargs``.
-        now: Date that the template sees.
-        has_text_arguments: True if the template needs the arguments of tool calls as text.
-    """
+    """The chat template of a tokenizer. Methods raise ``CallError`` for a call that it cannot render or encode."""
 
     def __init__(
         self,
@@ -40,11 +33,7 @@ class ChatTemplate:
         """Text that stands for a response in a rendered conversation."""
 
     def check_size(self, call: AgentRequest, max_tokens: int) -> None:
-        """Check without rendering or encoding that a call may fit into a number of tokens.
-
-        Raises:
-            CallError: It has more characters than that many of the tokenizer's longest token.
-        """
+        """Check without rendering or encoding that a call may fit into a number of tokens."""
         # Unicode's normal form composes up to four characters into one.
         size = sum(len(text) if text.isascii() else len(text) // 4 for text in call.texts)
         if call.min_tokens > max_tokens or size > max_tokens * self._longest_token:
@@ -56,11 +45,7 @@ class ChatTemplate:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def check_tools(self, call: AgentRequest) -> None:
-        """Check that the policy can see the tools of a call.
-
-        Raises:
-            CallError: The template leaves them out.
-        """
+        """Check that the policy can see the tools of a call."""
         if call.tools and self._tokenizer.chat_template and not self._prints_tools:
             raise CallError(
                 "'tools' were given, but the model's chat template does not write them into the prompt; describe the "
@@ -72,11 +57,7 @@ class ChatTemplate:
         return prints_tools(self._tokenizer, self._now, self._variables)
 
     def encode(self, text: str | Sequence[int], *, add_special_tokens: bool = False) -> list[int]:
-        """Return the tokens of a text, which may contain special tokens; token ids are checked and returned.
-
-        Raises:
-            CallError: The text cannot be encoded, or a token id does not exist.
-        """
+        """Return the tokens of a text, which may contain special tokens; token ids are checked and returned."""
         if not isinstance(text, str):
             if text and max(text) >= len(self._tokenizer):
                 raise CallError(f"there is no token {max(text)}; the tokenizer has {len(self._tokenizer)}")
@@ -87,11 +68,7 @@ class ChatTemplate:
             raise CallError(f"the text cannot be encoded: {error}") from error
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the prompt tokens of messages that start a conversation.
-
-        Raises:
-            CallError: There is no template, or it rejects the messages.
-        """
+        """Return the prompt tokens of messages that start a conversation."""
         return self.encode(self._render(messages, tools, add_generation_prompt=True))
 
     def continuation(
@@ -99,19 +76,9 @@ class ChatTemplate:
     ) -> str | None:
         """Return the text that follows the last response of a conversation, up to the next generation prompt.
 
-        The response itself is not rendered: a marker stands for it. The sampled text may differ from what the template
-        would write (thoughts that it removes, JSON with other blanks), and stays as it is.
-
-        Args:
-            known: Messages so far; the last one is the response.
-            new: Messages that follow.
-            tools: Tools of the conversation.
-
-        Returns:
-            The text; None if the template would change what comes before it.
-
-        Raises:
-            CallError: The template rejects the messages.
+        The response itself, the last of the known messages, is not rendered: a marker stands for it. The sampled text
+        may differ from what the template would write (thoughts that it removes, JSON with other blanks), and stays as
+        it is. None if the template would change what comes before the text.
         """
         *before, response = known
         # 1. End of a message of plain text, as the response was sampled.
@@ -133,15 +100,8 @@ class ChatTemplate:
     def call_opening(self, name: str, tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens behind a generation prompt with which a response begins that calls a tool.
 
-        They are those that the template writes before the name of a call, and the name. A policy that thinks first
-        gets an empty thought, where the template writes one.
-
-        Args:
-            name: Name of the tool. Empty: the policy goes on with a name.
-            tools: Tools of the request.
-
-        Raises:
-            CallError: The template writes something else in place of the generation prompt.
+        They are those that the template writes before the name of a call, and the name. After an empty name the policy
+        goes on with one. A policy that thinks first gets an empty thought, where the template writes one.
         """
         messages: list[Message] = [{"role": "user", "content": "x"}]
         prompt = self._render(messages, tools, add_generation_prompt=True)

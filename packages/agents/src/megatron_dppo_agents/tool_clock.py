@@ -55,12 +55,7 @@ class ToolClock:
             self._pending[call["id"]] = _PendingCall(call["function"]["name"], order, now)
 
     def end_tools(self, messages: Sequence[Message], arrival: float) -> None:
-        """Note the results of tools that a call brings: those behind its last response.
-
-        Args:
-            messages: Messages of the call.
-            arrival: ``time.monotonic()`` at the arrival of the call.
-        """
+        """Note the results that a call brings, those behind its last response; ``arrival`` is in monotonic seconds."""
         new = takewhile(lambda message: message["role"] != "assistant", reversed(messages))
         ids = [message.get("tool_call_id", "") for message in new if message["role"] == "tool"]
         results = [self._pending.pop(call_id) for call_id in reversed(ids) if call_id in self._pending]

@@ -34,15 +34,7 @@ Send = Callable[[Mapping[str, Any]], None]
 
 
 def open_environment(options: Mapping[str, Any], untrained_agents: Collection[str]) -> Any:
-    """Return the environment.
-
-    Args:
-        options: Fields of the configuration, whose class the taskset may define. ``taskset.id`` names the taskset.
-        untrained_agents: Agents that are left out of training.
-
-    Raises:
-        ValueError: The environment lacks one of these agents, or has endless tasks.
-    """
+    """Return the environment. ``taskset.id`` of the options names a taskset, which may define their class."""
     import verifiers.v1 as vf
     from verifiers.v1.utils.generic import concrete_type
     from verifiers.v1.utils.loaders import environment_class, load_environment

@@ -1,4 +1,4 @@
-"""Exact arithmetic of answers, with limits on the size of results."""
+"""Exact arithmetic of answers. ``CannotRead`` stands for results that are undefined or too large to compute."""
 
 from __future__ import annotations
 
@@ -29,22 +29,14 @@ def read_number(digits: str) -> Rational:
 
 
 def divide(value: Expr, divisor: Expr) -> Expr:
-    """Return the quotient.
-
-    Raises:
-        CannotRead: The divisor is zero.
-    """
+    """Return the quotient."""
     if divisor == 0:
         raise CannotRead("division by zero")
     return value / divisor
 
 
 def raise_to(base: Expr, exponent: Expr) -> Expr:
-    """Return the power.
-
-    Raises:
-        CannotRead: The power is undefined, or too large to compute.
-    """
+    """Return the power."""
     if base.is_Rational and exponent.is_Rational:
         bits = max(abs(int(base.p)).bit_length(), int(base.q).bit_length())
         if abs(exponent) * bits > _MAX_BITS:
@@ -56,22 +48,14 @@ def raise_to(base: Expr, exponent: Expr) -> Expr:
 
 
 def factorial(value: Expr) -> Expr:
-    """Return the factorial.
-
-    Raises:
-        CannotRead: It is undefined, or too large to compute.
-    """
+    """Return the factorial."""
     if value.is_Rational and (not value.is_Integer or value < 0 or value > _MAX_FACTORIAL):
         raise CannotRead("a factorial that is undefined or too large to compute")
     return sympy.factorial(value)
 
 
 def binomial(upper: Expr, lower: Expr) -> Expr:
-    """Return the binomial coefficient.
-
-    Raises:
-        CannotRead: It is too large to compute.
-    """
+    """Return the binomial coefficient."""
     if upper.is_number and (not upper.is_Integer or abs(upper) > _MAX_FACTORIAL or not lower.is_number):
         raise CannotRead("a binomial coefficient that is too large to compute")
     return sympy.binomial(upper, lower)

@@ -116,7 +116,6 @@ def _pair(function: str, given: object, expected: object) -> CodeTest:
 
 
 def _as_text(value: object) -> str:
-    """Return text; a list becomes one line per element."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

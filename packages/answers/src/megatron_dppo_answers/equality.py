@@ -70,7 +70,6 @@ def answer_key(answer: str) -> str:
 
 
 def _same(answer: Value, label: Value) -> bool:
-    """Compare two values of any kinds."""
     # The order matters: choices and relations hold values of all other kinds, so they are unwrapped first.
     if isinstance(answer, Choice) or isinstance(label, Choice):
         return _same_choice(answer, label)

@@ -46,6 +46,11 @@ GREEK_LETTERS = frozenset((
 _WORDS = sorted([*_FUNCTIONS, *_LOGARITHMS, *_BINARY, *_CONSTANTS, "sqrt", "abs", "theta", "alpha", "beta"], key=len)[
     ::-1
 ]
+_FACTORS = frozenset((
+    *_FUNCTIONS, *_LOGARITHMS, *_BINARY, *_CONSTANTS, *GREEK_LETTERS,
+    "frac", "sqrt", "binom", "{", "lfloor", "lceil", "overline", "bar", "vec",
+))  # fmt: skip
+"""Commands with which a factor begins."""
 _NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+")
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
@@ -60,11 +65,7 @@ _SPACE = re.compile(r"\s*")
 
 
 def read_expression(text: str) -> Expr:
-    """Return the exact value of one expression; decimals become fractions.
-
-    Raises:
-        CannotRead: The text is no expression, or its value is too large to compute.
-    """
+    """Return the exact value of one expression; decimals become fractions."""
     reader = _Reader(text)
     try:
         value = reader.sum()
@@ -100,7 +101,6 @@ class _Reader:
         return match[0] if match else self.text[self.position : self.position + 1]
 
     def take(self, token: str) -> bool:
-        """Read the token if it is next."""
         if self.peek() != token:
             return False
         # ``peek`` shows ** as ^.
@@ -112,7 +112,6 @@ class _Reader:
             raise CannotRead(f"{self.text[:100]!r}: expected {token!r} at {self.position}")
 
     def sum(self) -> Expr:
-        """Read terms with + and -."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise CannotRead("nested too deep")
@@ -165,14 +164,7 @@ class _Reader:
             return not self._bars
         if token.isalnum() or token in ("(", "[", "{", "."):
             return token.isascii()
-        return token.startswith("\\") and (
-            token[1:] in _FUNCTIONS
-            or token[1:] in _LOGARITHMS
-            or token[1:] in _BINARY
-            or token[1:] in _CONSTANTS
-            or token[1:] in GREEK_LETTERS
-            or token in ("\\frac", "\\sqrt", "\\binom", "\\{", "\\lfloor", "\\lceil", "\\overline", "\\bar", "\\vec")
-        )
+        return token.startswith("\\") and token[1:] in _FACTORS
 
     def _power(self) -> Expr:
         value = self._postfix(self._primary())
@@ -193,10 +185,8 @@ class _Reader:
                 return value
 
     def _exponent(self) -> Expr:
-        if self.take("{"):
-            value = self.sum()
-            self.expect("}")
-            return value
+        if self.peek() == "{":
+            return self._group("{")
         if self.take("-"):
             return -self._exponent()
         value = self._postfix(self._primary())
@@ -248,10 +238,8 @@ class _Reader:
 
     def _argument(self) -> Expr:
         r"""Read an argument of ``\frac`` and its kin: a group, one digit, or one symbol."""
-        if self.take("{"):
-            value = self.sum()
-            self.expect("}")
-            return value
+        if self.peek() == "{":
+            return self._group("{")
         token = self.peek()
         if token.isdigit():
             self.position += 1

@@ -106,15 +106,6 @@ def find_boxes(text: str) -> list[AnswerBox]:
     return boxes
 
 
-def single_box(text: str) -> str | None:
-    """Return the content of a text that is nothing but one closed box, or None."""
-    stripped = text.strip()
-    boxes = find_boxes(stripped)
-    if len(boxes) != 1 or (boxes[0].start, boxes[0].end) != (0, len(stripped)):
-        return None
-    return boxes[0].content
-
-
 def _join_last(text: str, boxes: list[AnswerBox]) -> str | None:
     answers = [boxes[-1].content]
     # From the last box backwards: each box with the one behind it.

@@ -12,7 +12,6 @@ from fractions import Fraction
 import sympy
 from sympy import Expr, Rational, Symbol
 
-from megatron_dppo_answers.units import Unit
 from megatron_dppo_answers.values import Quantity
 
 _ROUNDED_DIGITS = 6
@@ -43,14 +42,10 @@ def _same_plain_value(answer: Quantity, label: Quantity) -> bool:
         if each.unit is None:
             scaled.append(each.expression)
         elif each.unit.is_percent or each.unit.is_angle:
-            scaled.append(each.expression * _plain_factor(each.unit))
+            scaled.append(each.expression * (Rational(1, 100) if each.unit.is_percent else each.unit.factor))
         else:
             return False
     return same_expression(scaled[0], scaled[1])
-
-
-def _plain_factor(unit: Unit) -> Expr:
-    return Rational(1, 100) if unit.is_percent else unit.factor
 
 
 def _same_number(answer: Quantity, label: Quantity) -> bool:

@@ -13,24 +13,18 @@ _LIMIT_SECONDS = 5.0
 """A process that SIGKILL has not ended by then hangs in the kernel."""
 
 
-class Process(Protocol):
+class _Process(Protocol):
     """A child process, with the interface of ``multiprocessing``."""
 
     @property
-    def pid(self) -> int | None:
-        """Process id."""
-        ...
+    def pid(self) -> int | None: ...
 
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        ...
+    def kill(self) -> None: ...
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for its end."""
-        ...
+    def join(self, timeout: float | None = None) -> None: ...
 
 
-def kill_process_tree(process: Process) -> None:
+def kill_process_tree(process: _Process) -> None:
     """Kill a child that leads a session, with its session, its descendants and their sessions.
 
     A process that left the session *and* was orphaned (a daemon) is not covered; it ends with the run.

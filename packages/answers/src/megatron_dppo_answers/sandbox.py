@@ -205,7 +205,7 @@ class RunningProgram:
 
 
 class _AsProcess:
-    """Adapter of ``Popen`` to the interface of ``process_tree.Process``."""
+    """Adapter of ``Popen`` to the interface of ``kill_process_tree``."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process

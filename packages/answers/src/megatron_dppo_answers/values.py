@@ -185,11 +185,7 @@ def plain_words(text: str) -> str:
 
 
 def split_top(text: str, separators: frozenset[str]) -> tuple[list[str], list[str]]:
-    """Return the parts between separators outside all brackets, and the separators.
-
-    Raises:
-        CannotRead: A bracket is closed that is not open.
-    """
+    """Return the parts between separators outside all brackets, and the separators."""
     parts: list[str] = []
     signs: list[str] = []
     start = 0
@@ -222,7 +218,6 @@ def _top_level(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _read(text: str) -> Value:
-    """Read a list, or a single value."""
     text = text.strip()
     if name := _NAMED_SETS.get(plain_words(text)) or _NAMED_SETS.get(text.replace(" ", "")):
         return NamedSet(text, name)
@@ -286,7 +281,6 @@ def _read_chain_side(text: str) -> Value:
 
 
 def _read_side(text: str) -> Value:
-    """Read a value without relations."""
     if name := _NAMED_SETS.get(text.replace(" ", "")):
         return NamedSet(text, name)
     parts, signs = split_top(text, _SET_SIGNS)

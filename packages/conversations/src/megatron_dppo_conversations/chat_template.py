@@ -40,22 +40,11 @@ def apply_chat_template(
     tokenize: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return the text of messages, or their token ids.
+    """Return the text of messages (at least one), or with ``tokenize`` their token ids [P].
 
     System messages that the template refuses or leaves out are joined at the start, or folded into the user's message
-    before them. Arguments of tool calls are text where the model's format needs that.
-
-    Args:
-        tokenizer: A transformers tokenizer with a chat template.
-        messages: At least one message.
-        now: Date and time that the template sees (``strftime_now``).
-        tools: Tools of the conversation.
-        add_generation_prompt: End with the beginning of an answer.
-        tokenize: Return token ids. Shape [P].
-        variables: Further variables of the template.
-
-    Raises:
-        Exception: A template is a program of the model's authors and may raise anything.
+    before them. Arguments of tool calls are text where the model's format needs that. The template sees ``now`` as the
+    date (``strftime_now``). It is a program of the model's authors and may raise anything.
     """
     arguments: dict[str, Any] = dict(variables or {})
     template = tokenizer.chat_template
@@ -95,13 +84,7 @@ def apply_chat_template(
 
 
 def prints_tools(tokenizer: Any, now: datetime, variables: Mapping[str, Any] | None = None) -> bool:
-    """Return True if the chat template writes tools into the prompt; some silently leave them out.
-
-    Args:
-        tokenizer: A transformers tokenizer with a chat template.
-        now: Date and time that the template sees.
-        variables: Further variables of the template.
-    """
+    """Return True if the chat template writes tools into the prompt; some silently leave them out."""
     known = _prints_tools.setdefault(tokenizer, {})
     key = repr((tokenizer.chat_template, variables))
     if key not in known:

@@ -19,11 +19,7 @@ _SHAREGPT = "ShareGPT rows, with 'from' and 'value'. Convert them to 'role' (sys
 
 
 def parse_messages(text: str) -> Messages | None:
-    """Return the messages that a text holds as JSON; None for any other text.
-
-    Raises:
-        ValueError: The text holds messages as Python prints them, which is not JSON.
-    """
+    """Return the messages that a text holds as JSON; None for other text, ``ValueError`` if Python printed them."""
     stripped = text.strip()
     # A cheap test first, because most prompts are no JSON.
     if not (stripped.startswith("[") and stripped.endswith("]") and ("role" in stripped or "from" in stripped)):

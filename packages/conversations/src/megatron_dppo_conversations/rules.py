@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_dppo_conversations.formats.base import make_tool_call
 from megatron_dppo_conversations.formats.json_values import parse_json
-from megatron_dppo_conversations.formats.schemas import Tools, ValueSchema, find_function
+from megatron_dppo_conversations.formats.schemas import Tools, ValueSchema, parameters_schema
 
 Message = Mapping[str, Any]
 NOTE_ROLES = ("system", "developer")
@@ -26,15 +26,10 @@ class ConversationError(ValueError):
 
 
 def read_tool(tool: Any, name: str, *, kinds: Collection[str | None] = ("function", None)) -> dict[str, Any]:
-    """Return a tool in the form of chat completions.
+    """Return a tool, with its function inside or with the function's fields, in the form of chat completions.
 
-    Args:
-        tool: The tool, with its function inside or with the function's fields.
-        name: Where it stands, for errors.
-        kinds: Allowed types. All others are tools that the API's own servers run.
-
-    Raises:
-        ConversationError: It is a hosted or custom tool, or has no name.
+    All types but ``kinds`` are tools that the API's own servers run. They and nameless tools raise
+    ``ConversationError``.
     """
     kind = tool.get("type") if isinstance(tool, Mapping) else type(tool).__name__
     if not isinstance(tool, Mapping) or not isinstance(kind, str | None) or kind not in kinds:
@@ -61,12 +56,7 @@ def read_tool(tool: Any, name: str, *, kinds: Collection[str | None] = ("functio
 def read_tool_call(call: Any, name: str) -> dict[str, Any]:
     """Return a tool call as chat templates expect it: its arguments are an object, also if they were JSON as text.
 
-    Args:
-        call: The call, with its function inside or with the function's fields.
-        name: Where it stands, for errors.
-
-    Raises:
-        ConversationError: It has no function's name, or its fields have other types.
+    Its function is inside, or its fields stand in the call. A malformed one raises ``ConversationError``.
     """
     function = call.get("function") or call if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -80,16 +70,15 @@ def read_tool_call(call: Any, name: str) -> dict[str, Any]:
 
 def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     """Return messages whose tool calls have their arguments as text, which the templates of some families need."""
-    return [_with_text_arguments(message) if message.get("tool_calls") else message for message in messages]
-
-
-def _with_text_arguments(message: Message) -> Message:
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append({**call, "function": {**call["function"], "arguments": text}})
-    return {**message, "tool_calls": calls}
+    result = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"]["arguments"]
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            calls.append({**call, "function": {**call["function"], "arguments": text}})
+        result.append({**message, "tool_calls": calls} if calls else message)
+    return result
 
 
 def fold_notes(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -114,12 +103,8 @@ def fold_notes(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def read_row_tools(record: Mapping[str, Any], *, is_columnar: bool) -> list[dict[str, Any]]:
     """Return the tools of a data row, from a list or its JSON; empty if the row has none.
 
-    Args:
-        record: The row.
-        is_columnar: True if its file gives each object the fields of all, with null for those that it has not.
-
-    Raises:
-        ConversationError: A column of tools holds something else. The message names it.
+    A columnar file gives each object the fields of all, with null for those that it has not. Anything but tools raises
+    ``ConversationError`` with the column.
     """
     for column in TOOL_COLUMNS:
         tools = record.get(column)
@@ -156,14 +141,7 @@ def _without_null_fields(value: Any, *, keeps: Collection[str]) -> Any:
 def read_row_calls(calls: Any, name: str, tools: Tools, *, is_columnar: bool) -> list[dict[str, Any]]:
     """Return the tool calls of a row's message without arguments that only fill other calls' fields.
 
-    Args:
-        calls: The calls.
-        name: Where they stand, for errors.
-        tools: Tools of the row; empty if it does not say them.
-        is_columnar: See ``read_row_tools``.
-
-    Raises:
-        ConversationError: One has no function's name, or its fields have other types.
+    See ``read_row_tools`` for ``is_columnar``. A malformed call raises ``ConversationError``.
     """
     if not isinstance(calls, list):
         raise ConversationError(f"{name} = {calls!r:.80}, expected a list")
@@ -171,11 +149,9 @@ def read_row_calls(calls: Any, name: str, tools: Tools, *, is_columnar: bool) ->
     is_filled = is_columnar or _fill_each_other(calls)
     for each in calls:
         call = read_tool_call(each, name)
-        function = find_function(tools, call["function"]["name"])
-        parameters = None if function is None else function.get("parameters")
-        schema = ValueSchema(parameters, (parameters,))
-        arguments = _without_fillers(call["function"]["arguments"], schema, is_filled=is_filled)
-        call["function"]["arguments"] = arguments
+        function = call["function"]
+        schema = parameters_schema(tools, function["name"])
+        function["arguments"] = _without_fillers(function["arguments"], schema, is_filled=is_filled)
         result.append(call if call["id"] else {key: part for key, part in call.items() if key != "id"})
     return result
 

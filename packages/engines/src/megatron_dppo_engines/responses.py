@@ -83,11 +83,7 @@ class SamplingMask:
 
 
 def check_sampling_mask(sampling_mask: SamplingMask, rows: int) -> None:
-    """Check that ids and counts fit each other and the number of tokens ``rows``.
-
-    Raises:
-        ValueError: If shapes or types are wrong, a count is negative, or the counts do not add up to the ids.
-    """
+    """Check that ids and counts fit each other and the number of tokens ``rows``."""
     ids, counts = sampling_mask.ids, sampling_mask.counts
     if ids.dim() != 1 or ids.dtype != torch.int32 or counts.shape != (rows,) or counts.dtype != torch.int32:
         raise ValueError(

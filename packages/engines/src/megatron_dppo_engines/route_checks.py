@@ -33,17 +33,9 @@ def is_missing(routes: Tensor) -> Tensor:
 def compact_routes(values: Tensor, shape: RoutingShape, *, tokens: int, request: str) -> Tensor:
     """Return an engine's routes as ``[tokens, L, k]`` of the smallest dtype, with dense layers marked missing.
 
-    Checks their shape and range. ``check_routes`` checks the contents.
-
-    Args:
-        values: Integers ``[tokens, L, k]``, or without the dense layers; -1 = missing. Engines write anything for
-            dense layers, so what stands there is not looked at.
-        shape: Shape of the model's routes, without weights.
-        tokens: Expected number of rows.
-        request: A name for error messages.
-
-    Raises:
-        ValueError: Another shape, or numbers that are no experts.
+    The values are ``[tokens, L, k]``, or without the dense layers; -1 = missing. Engines write anything for dense
+    layers, so what stands there is not looked at. Only shape and range are checked, else ``ValueError``;
+    ``check_routes`` checks the contents.
     """
     if values.dtype != shape.dtype:
         values = _narrowed(values, shape, request)
@@ -78,13 +70,7 @@ def _narrowed(values: Tensor, shape: RoutingShape, request: str) -> Tensor:
 
 
 def check_routes(routes: Tensor, shape: RoutingShape, *, tokens: int, request: str) -> None:
-    """Check that routes can be replayed on a model.
-
-    Args:
-        routes: ``[tokens, L, k]``, or with weights ``[tokens, L, width]``.
-        shape: Shape of the model's routes.
-        tokens: Number of input tokens.
-        request: A name for the error message.
+    """Check that routes ``[tokens, L, k]``, or with weights ``[tokens, L, width]``, can be replayed on a model.
 
     Raises:
         ValueError: Another dtype, number of rows, layers or experts a token; an expert that does not exist; an expert
@@ -132,11 +118,7 @@ def _check_weights(routes: Tensor, shape: RoutingShape, request: str) -> None:
 
 
 def check_form(routes: Tensor, shape: RoutingShape, tokens: int, request: str) -> None:
-    """Check dtype, layers, width and number of rows of routes, not their contents.
-
-    Raises:
-        ValueError: They differ from the shape.
-    """
+    """Raise ``ValueError`` for another dtype, or other numbers of layers, experts or tokens."""
     if routes.dtype != shape.dtype:
         raise ValueError(f"{request}: routed experts of type {routes.dtype}, expected {shape.dtype}")
     if routes.dim() != 3 or tuple(routes.shape[1:]) != (shape.num_layers, shape.width):
@@ -196,9 +178,8 @@ def _at(values: Tensor, wrong: Tensor, shape: RoutingShape, request: str, what: 
 def count_differences(left: Tensor, right: Tensor) -> Tensor:
     """Count the rows of each layer in which two routes ``[N, L, k]`` of the same tokens have different experts.
 
-    Returns:
-        int64 ``[L, 3, 2]``: rows that both know and how many of them differ, for the rows as they stand, for ``left``
-        with each row moved to the token before, and to the token after.
+    Returns int64 ``[L, 3, 2]``: rows that both know and how many of them differ, for the rows as they stand, for
+    ``left`` with each row moved to the token before, and to the token after.
     """
     shifts = ((left, right), (left[1:], right[:-1]), (left[:-1], right[1:]))
     counts = []

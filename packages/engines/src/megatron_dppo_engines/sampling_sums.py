@@ -68,13 +68,7 @@ def rank_sums(generation: Generation, request: GenerateRequest) -> RankSums:
 
 
 def _sum_ranks(sampled: NDArray[np.int32], ids: NDArray[np.int32], probabilities: NDArray[np.float64]) -> RankSums:
-    """Return the sums.
-
-    Args:
-        sampled: Sampled tokens, [R].
-        ids: The K most probable tokens, the best first, [R, K].
-        probabilities: Their probabilities, [R, K].
-    """
+    """Return the sums for tokens [R] and their K most probable tokens, the best first, with probabilities, [R, K]."""
     below = np.cumsum(probabilities, axis=1)
     remaining = np.maximum(1.0 - below[:, -1:], 0.0)
     # The last column is the interval of all tokens outside of the Top-K.

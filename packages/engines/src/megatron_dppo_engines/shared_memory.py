@@ -51,14 +51,10 @@ Handle = HostHandle | DeviceHandle
 
 
 class SharedBucket:
-    """Bytes that other processes may read until ``free``.
+    """Bytes that other processes may read until ``free``; ``RuntimeError`` if this memory cannot be shared.
 
-    Args:
-        data: Bytes that fill their whole storage and are not written any more. Shape [num_bytes], uint8.
-        readers: Number of processes that open the memory on a CPU; on a GPU it is one.
-
-    Raises:
-        RuntimeError: This memory cannot be shared.
+    The data, uint8 [num_bytes], fills its whole storage and is not written any more. ``readers`` processes open it on a
+    CPU; on a GPU it is one.
     """
 
     def __init__(self, data: Tensor, readers: int) -> None:
@@ -80,11 +76,10 @@ class SharedBucket:
             storage._shared_incref()
 
     def free(self, *, taken: bool) -> None:
-        """Release the memory.
+        """Release the memory; with ``taken`` the reader has finished.
 
-        Args:
-            taken: The reader has finished. On a GPU torch keeps the memory until the reader has reported so, which
-                never happens if it died before; with False this process reports it.
+        On a GPU torch keeps the memory until the reader has reported so, which never happens if it died before. Without
+        ``taken`` this process reports it.
         """
         handle = self.handle
         if isinstance(handle, HostHandle):

@@ -36,17 +36,10 @@ class WeightFiles:
 
 
 def find_weight_files(folder: Path, key: str) -> WeightFiles:
-    """Return the files that hold a folder's model.
+    """Return the files that hold a folder's model; ``CheckpointError`` names the folder's ``key``.
 
-    They are those of the index. Without an index: ``model.safetensors``, a complete set of numbered shards, or the
-    only file.
-
-    Args:
-        folder: Folder of the model.
-        key: Configuration key of the path, for messages.
-
-    Raises:
-        CheckpointError: There are no weights, a file is missing, or several files could be the model.
+    They are those of the index. Without an index: ``model.safetensors``, a complete set of numbered shards, or the only
+    file.
     """
     names = sorted(file.name for file in folder.glob("*.safetensors"))
     index = folder / INDEX
@@ -135,24 +128,17 @@ def _choose_without_index(folder: Path, names: list[str], key: str) -> list[str]
 
 
 def open_weight_file(file: Path) -> Any:
-    """Open a safetensors file; its weights are not read yet.
-
-    Raises:
-        CheckpointError: It is no file, a pointer of Git LFS, damaged, or cannot be mapped into memory.
-    """
+    """Open a safetensors file, without its weights; ``CheckpointError`` if it cannot be read."""
     # Opening a named pipe would wait forever.
     if not file.is_file():
         raise CheckpointError(f"{file} is not a file; copy the folder again")
-    if _is_lfs_pointer(file):
+    # A text file in place of a large one that was not fetched.
+    with file.open("rb") as stream:
+        is_pointer = stream.read(len(_LFS_POINTER)) == _LFS_POINTER
+    if is_pointer:
         raise CheckpointError(f"{file} is a pointer of Git LFS, not the weights; run git lfs pull in its folder")
     try:
         return safe_open(file, framework="pt")
     # torch maps the file and raises RuntimeError if the system refuses.
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{file} is not a readable safetensors file: {error}. Copy the file again") from error
-
-
-def _is_lfs_pointer(file: Path) -> bool:
-    """Return True for a text file that Git LFS leaves in place of a large file that was not fetched."""
-    with file.open("rb") as stream:
-        return stream.read(len(_LFS_POINTER)) == _LFS_POINTER

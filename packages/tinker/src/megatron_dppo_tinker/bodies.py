@@ -193,7 +193,6 @@ def _refuse(value: Any) -> None:
 
 
 NotServed = Annotated[None, BeforeValidator(_refuse)]
-"""A field that must be off."""
 
 
 class Sample(Body):
@@ -229,11 +228,7 @@ class WeightsInfo(Body):
 
 
 def read_body(kind: type[T], value: object) -> T:
-    """Return a parsed body.
-
-    Raises:
-        RequestError: With the first field that is wrong.
-    """
+    """Return a parsed body; ``RequestError`` names the first field that is wrong."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -30,11 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Serve until a signal.
-
-    Raises:
-        UserError: A wrong configuration, or a model, a folder or an address that cannot be used.
-    """
+    """Serve until a signal."""
     if (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise ConfigError(
             f"WORLD_SIZE = {world_size}: the Tinker server runs in one process so far. Fix: start it without torchrun "

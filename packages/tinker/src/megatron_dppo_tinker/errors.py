@@ -9,7 +9,6 @@ class RequestError(Exception):
     """A request that cannot be served, for a reason that its sender can change.
 
     Args:
-        message: The value, what was expected, and what to change.
         status: HTTP status if the request is refused at once. A request in the queue fails with its future instead.
     """
 
@@ -19,11 +18,7 @@ class RequestError(Exception):
 
 
 def require_finite(logprobs: Tensor) -> Tensor:
-    """Return log-probabilities, if all are finite.
-
-    Raises:
-        RequestError: The weights give no such numbers.
-    """
+    """Return log-probabilities, if all are finite."""
     if not bool(logprobs.isfinite().all()):
         raise RequestError(
             "the log-probabilities are not finite: an update has broken the weights. Fix: load weights that were saved "

@@ -28,20 +28,13 @@ class Request:
     """Size of what waits, then of the result."""
     result: Result | None = None
     is_fetched: bool = False
-    """True once the client has been sent the result."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class RequestQueue:
-    """Queue between the HTTP thread, which adds requests, and the thread of the model, which computes them.
+    """Queue between the HTTP thread, which adds requests, and the thread of the model, which computes them."""
 
-    Args:
-        max_pending: Maximum number of requests that wait.
-        max_results: Maximum number of stored results: a client may ask again if a response was lost.
-        max_bytes: Maximum size of the requests that wait, and of the stored results.
-    """
-
-    def __init__(self, max_pending: int, max_results: int, max_bytes: int) -> None:
+    def __init__(self, max_pending: int = 4096, max_results: int = 4096, max_bytes: int = 1 << 30) -> None:
         self._max_pending = max_pending
         self._max_results = max_results
         self._max_bytes = max_bytes
@@ -50,10 +43,9 @@ class RequestQueue:
         self._known: OrderedDict[str, Request] = OrderedDict()
 
     def add(self, request: Request) -> None:
-        """Add a request. The same id again changes nothing: a client repeats what it has no answer to.
+        """Add a request, unless too many wait.
 
-        Raises:
-            RequestError: Too many requests wait.
+        The same id again changes nothing: a client repeats what it has no answer to.
         """
         with self._lock:
             if request.request_id in self._known:
@@ -69,11 +61,7 @@ class RequestQueue:
             self._lock.notify()
 
     def get(self, request_id: str) -> Request:
-        """Return a known request.
-
-        Raises:
-            RequestError: It is unknown, or its result was dropped.
-        """
+        """Return a known request, whose result was not dropped."""
         with self._lock:
             request = self._known.get(request_id)
         if request is None:

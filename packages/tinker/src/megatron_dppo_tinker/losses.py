@@ -12,7 +12,7 @@ Every other loss of ``[loss]`` is served by its own name and keys if it needs no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,11 +53,7 @@ class RequestLoss:
     """Names of the tensors that each datum must have, besides ``target_tokens``."""
 
     def sample(self, datum: Datum, vocab_size: int, max_tokens: int) -> TrainingSample:
-        """Return a datum as a training sample.
-
-        Raises:
-            RequestError: An input is missing, unknown, of another shape, or outside its range.
-        """
+        """Return a datum as a training sample."""
         _check_inputs(datum, self.inputs)
         count = len(datum.tokens)
         if not 1 <= count <= max_tokens:
@@ -91,26 +87,20 @@ class RequestLoss:
 
 
 def read_loss(name: str, config: Mapping[str, float | str]) -> RequestLoss:
-    """Return the loss of a request.
-
-    Raises:
-        RequestError: The loss is not served, or the configuration has unknown keys or wrong values.
-    """
+    """Return the loss of a request."""
     if name in _NOT_SERVED:
         raise RequestError(f"loss_fn = {name!r} is not served: {_NOT_SERVED[name]}. Use one of: {_served_names()}")
     if name == "cross_entropy":
         _check_keys(name, config, ())
         objective = Objective(weighted_cross_entropy, by_token=True, skips_zero_advantage=False)
         return RequestLoss(objective, ("weights",))
-    translate = _TRANSLATIONS.get(name)
     # Only built-in names: a path would make the client's text import a file.
-    if translate is None and name not in loss_names():
+    if name not in ("importance_sampling", "ppo", *loss_names()):
         raise RequestError(f"loss_fn = {name!r:.80} is unknown. Use one of: {_served_names()}")
     if functions := sorted(config.keys() & _FUNCTION_KEYS):
         raise RequestError(f"loss_fn_config of {name!r} has {', '.join(functions)}: a client cannot name a function")
     try:
-        keys = {**config, "name": name} if translate is None else translate(name, config)
-        loss = LossConfig(**keys)
+        loss = LossConfig(**_loss_keys(name, config))
     except (ValidationError, ValueError) as error:
         raise RequestError(f"loss_fn_config of {name!r}: {_first_problem(error)}") from error
     statistics = loss.declared_statistics().keys()
@@ -136,34 +126,20 @@ def weighted_cross_entropy(inputs: LossInputs) -> LossOutput:
     )
 
 
-def _importance_sampling(name: str, config: Mapping[str, float | str]) -> dict[str, Any]:
-    _check_keys(name, config, ())
-    return {"name": "pg_is", "form": "ratio"}
-
-
-def _ppo(name: str, config: Mapping[str, float | str]) -> dict[str, Any]:
-    low, high = _clip_limits(name, config)
-    return {"name": "ppo_clip", "clip_ratio_low": 1 - low, "clip_ratio_high": high - 1}
-
-
-def _cispo(name: str, config: Mapping[str, float | str]) -> dict[str, Any]:
-    low, high = _clip_limits(name, config)
-    return {"name": "cispo", "ratio_floor": low, "ratio_cap": high}
-
-
-_TRANSLATIONS: dict[str, Callable[[str, Mapping[str, float | str]], dict[str, Any]]] = {
-    "importance_sampling": _importance_sampling,
-    "ppo": _ppo,
-    "cispo": _cispo,
-}
-
-
-def _clip_limits(name: str, config: Mapping[str, float | str]) -> tuple[float, float]:
+def _loss_keys(name: str, config: Mapping[str, float | str]) -> dict[str, Any]:
+    """Return the keys of ``[loss]`` for a loss of the API; those of any other loss are its own."""
+    if name == "importance_sampling":
+        _check_keys(name, config, ())
+        return {"name": "pg_is", "form": "ratio"}
+    if name not in ("ppo", "cispo"):
+        return {**config, "name": name}
     _check_keys(name, config, tuple(_CLIP_KEYS))
     low, high = (config.get(key, default) for key, default in _CLIP_KEYS.items())
     if isinstance(low, str) or isinstance(high, str) or not 0 < low < 1 < high:
         raise RequestError(f"loss_fn_config of {name!r}: expected 0 < clip_low_threshold < 1 < clip_high_threshold")
-    return low, high
+    if name == "cispo":
+        return {"name": "cispo", "ratio_floor": low, "ratio_cap": high}
+    return {"name": "ppo_clip", "clip_ratio_low": 1 - low, "clip_ratio_high": high - 1}
 
 
 def _check_keys(name: str, config: Mapping[str, float | str], known: tuple[str, ...]) -> None:

@@ -48,11 +48,7 @@ class AdapterSpec:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Path) -> AdapterSpec:
-        """Read the description of a checkpoint's adapters.
-
-        Raises:
-            CheckpointError: It is missing or invalid.
-        """
+        """Read the description of a checkpoint's adapters."""
         try:
             return cls(**read_state(checkpoint)[_STATE_KEY])
         except (KeyError, TypeError) as error:
@@ -68,23 +64,15 @@ class AdapterSpec:
         return {_STATE_KEY: asdict(self), "config": {"lora": lora.model_dump()}}
 
     def config(self, served: LoraConfig) -> LoraConfig:
-        """Return the ``[lora]`` section of this model; ``served`` has the scale and the possible target modules.
-
-        Raises:
-            RequestError: No target module is left.
-        """
+        """Return the ``[lora]`` section of this model; ``served`` has the scale and the possible target modules."""
         targets = [name for name in served.target_modules if (self.train_mlp if name in _MLP else self.train_attn)]
         if not targets:
             raise RequestError(
                 f"train_mlp = {self.train_mlp} and train_attn = {self.train_attn} leave none of lora.target_modules = "
                 f"{served.target_modules}. This server adapts no output layer (train_unembed)"
             )
-        return _with_values(served, rank=self.rank, target_modules=targets)
-
-
-def _with_values(section: LoraConfig, **values: Any) -> LoraConfig:
-    """Return a checked copy of the section with other values."""
-    return LoraConfig.model_validate(section.model_dump(exclude_unset=True) | values)
+        values = served.model_dump(exclude_unset=True) | {"rank": self.rank, "target_modules": targets}
+        return LoraConfig.model_validate(values)
 
 
 @dataclass(frozen=True)
@@ -106,15 +94,7 @@ class ModelParts:
 
 
 class TrainedModel:
-    """One model with its adapters and optimizer.
-
-    Args:
-        spec: Adapters.
-        lora: Their section ``[lora]``.
-        trainer: Model and optimizer.
-        hf_config: Transformers configuration of the model.
-        micro_batch_tokens: Tokens that are computed together.
-    """
+    """One model with its adapters and optimizer."""
 
     def __init__(
         self, spec: AdapterSpec, lora: LoraConfig, trainer: PolicyTrainer, hf_config: Any, micro_batch_tokens: int
@@ -129,16 +109,7 @@ class TrainedModel:
     def forward_backward(
         self, data: Sequence[Datum], loss: RequestLoss, *, forward_only: bool
     ) -> tuple[list[Tensor], dict[str, float]]:
-        """Add the gradient of the summed loss, and return the log-probabilities of each datum and the metrics.
-
-        Args:
-            data: Sequences, at least one.
-            loss: Loss and its inputs.
-            forward_only: Leave the gradients as they are.
-
-        Raises:
-            RequestError: A datum does not fit the loss or the model, or a log-probability is not finite.
-        """
+        """Add the loss's gradient (not if ``forward_only``); return each datum's log-probabilities, and metrics."""
         if not data:
             raise RequestError("the request has no data")
         samples = [loss.sample(datum, self._vocab_size, self._max_tokens) for datum in data]
@@ -167,8 +138,7 @@ class TrainedModel:
     def optim_step(self, settings: AdamStep) -> dict[str, float]:
         """Update the adapters with the accumulated gradients, and return the metrics.
 
-        Raises:
-            RequestError: The gradient norm is not finite. Nothing has changed, and the gradients are dropped.
+        With a gradient norm that is not finite nothing changes, and the gradients are dropped.
         """
         result = self.trainer.apply_sum(settings)
         if result.skipped:
@@ -207,11 +177,7 @@ class TrainedModel:
         save_model(folder, self.trainer.models, {STATE: json.dumps(self._state, indent=2)})
 
     def load_state(self, checkpoint: Path, *, optimizer: bool) -> None:
-        """Restore the adapters, and with ``optimizer`` also moments, update count and random states.
-
-        Raises:
-            CheckpointError: The files are damaged, or are those of another model.
-        """
+        """Restore the adapters, and with ``optimizer`` also moments, update count and random states."""
         damage = find_damage(checkpoint)
         if damage and damage != NO_MANIFEST:
             raise CheckpointError(f"{checkpoint} is damaged: {damage}")
@@ -223,22 +189,14 @@ class TrainedModel:
         self.trainer.optimizer.megatron.reload_model_params()
 
     def read_adapters(self, checkpoint: Path) -> AdapterState:
-        """Return the adapters of a checkpoint; the model's own stay.
-
-        Raises:
-            CheckpointError: The files are damaged, or are those of another model.
-        """
+        """Return the adapters of a checkpoint; the model's own stay."""
         with self.holding(self.adapters()):
             load_model(checkpoint, self.trainer.models, groups=self.trainer.groups)
             return self.adapters()
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """Return the folder that holds the files of a saved name.
-
-    Raises:
-        RequestError: There is none.
-    """
+    """Return the folder that holds the files of a saved name."""
     if (folder / STATE).is_file():
         return folder
     states = checkpoints(folder) if folder.is_dir() else []

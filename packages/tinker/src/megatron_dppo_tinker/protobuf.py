@@ -22,8 +22,7 @@ Value = int | float | bytes
 class FieldReader:
     """Reader of the fields of a message and of the messages in it.
 
-    Args:
-        max_fields: Maximum number of fields in all of them together: an empty field takes two bytes to send.
+    All of them together have at most ``max_fields``: an empty field takes two bytes to send.
     """
 
     def __init__(self, max_fields: int) -> None:
@@ -31,45 +30,34 @@ class FieldReader:
         self._num_fields = 0
 
     def read(self, message: memoryview) -> Iterator[tuple[int, Value | memoryview]]:
-        """Yield the fields of a message, see ``read_fields``.
+        """Yield the number and value of each field, in the order of the message; ``ValueError`` if it is malformed.
 
-        Raises:
-            ValueError: The message is cut, has a field of another type, or there are too many fields.
+        An int is a varint, a float has 64 bits, and a ``memoryview`` is text, bytes or a message. It is not copied.
         """
-        for field in read_fields(message):
+        position = 0
+        while position < len(message):
             self._num_fields += 1
             if self._num_fields > self._max_fields:
                 raise ValueError(f"it has more than {self._max_fields} fields; send fewer data a request")
-            yield field
-
-
-def read_fields(message: memoryview) -> Iterator[tuple[int, Value | memoryview]]:
-    """Yield the number and value of each field, in the order of the message.
-
-    An int is a varint, a float has 64 bits, and a ``memoryview`` is text, bytes or a message. It is not copied.
-
-    Raises:
-        ValueError: The message is cut, or has a field of another type.
-    """
-    position = 0
-    while position < len(message):
-        tag, position = _read_varint(message, position)
-        number, wire_type = tag >> 3, tag & 7
-        if wire_type == _VARINT:
-            value, position = _read_varint(message, position)
-            yield number, value - _WRAP if value & _SIGN else value
-            continue
-        if wire_type == _FIXED64:
-            size = 8
-        elif wire_type == _BYTES:
-            size, position = _read_varint(message, position)
-        else:
-            raise ValueError(f"field {number} has the wire type {wire_type}, expected 0, 1 or 2")
-        if size > len(message) - position:
-            raise ValueError(f"field {number} has {size} bytes, and the message ends after {len(message) - position}")
-        content = message[position : position + size]
-        position += size
-        yield number, struct.unpack("<d", content)[0] if wire_type == _FIXED64 else content
+            tag, position = _read_varint(message, position)
+            number, wire_type = tag >> 3, tag & 7
+            if wire_type == _VARINT:
+                value, position = _read_varint(message, position)
+                yield number, value - _WRAP if value & _SIGN else value
+                continue
+            if wire_type == _FIXED64:
+                size = 8
+            elif wire_type == _BYTES:
+                size, position = _read_varint(message, position)
+            else:
+                raise ValueError(f"field {number} has the wire type {wire_type}, expected 0, 1 or 2")
+            if size > len(message) - position:
+                raise ValueError(
+                    f"field {number} has {size} bytes, and the message ends after {len(message) - position}"
+                )
+            content = message[position : position + size]
+            position += size
+            yield number, struct.unpack("<d", content)[0] if wire_type == _FIXED64 else content
 
 
 def write_field(number: int, value: Value) -> bytes:

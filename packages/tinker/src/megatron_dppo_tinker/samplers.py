@@ -47,14 +47,16 @@ class SampleJob:
     """A request for samples, checked."""
 
     sampler: Sampler
+    body: Sample
     prompt: tuple[int, ...]
-    num_samples: int
     params: SamplingParams
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...]
-    has_seed: bool
-    prompt_logprobs: bool
-    last_n: int | None
+
+    @property
+    def has_seed(self) -> bool:
+        """True if the client chose the random numbers."""
+        return self.body.sampling_params.seed is not None
 
     @property
     def key(self) -> tuple[object, ...] | None:
@@ -63,17 +65,7 @@ class SampleJob:
 
 
 def read_job(body: Sample, sampler: Sampler, *, vocab_size: int, max_tokens: int) -> SampleJob:
-    """Return the job of a request.
-
-    Args:
-        body: The request.
-        sampler: Weights of its sampling session.
-        vocab_size: Size of the vocabulary.
-        max_tokens: Context length of the model.
-
-    Raises:
-        RequestError: The prompt or a limit does not fit the model.
-    """
+    """Return the job of a request."""
     prompt = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
     options = body.sampling_params
     if not prompt or not all(0 <= token < vocab_size for token in prompt):
@@ -100,25 +92,16 @@ def read_job(body: Sample, sampler: Sampler, *, vocab_size: int, max_tokens: int
     )
     return SampleJob(
         sampler=sampler,
+        body=body,
         prompt=prompt,
-        num_samples=body.num_samples,
         params=params,
         stop_token_ids=stop_token_ids,
         stop_strings=tuple(stop for stop in stops if isinstance(stop, str)),
-        has_seed=options.seed is not None,
-        prompt_logprobs=bool(body.prompt_logprobs),
-        last_n=last_n,
     )
 
 
 class SamplingEngine:
-    """The local engine, which holds the weights of one sampler at a time.
-
-    Args:
-        engine: Engine without weights.
-        tokenizer: Finds stop strings.
-        weights: Returns the weights of a sampler inside a ``with`` block.
-    """
+    """The local engine, which holds the weights of one sampler at a time."""
 
     def __init__(
         self, engine: LocalEngine, tokenizer: Any, weights: Callable[[Sampler], AbstractContextManager[Weights]]
@@ -135,12 +118,12 @@ class SamplingEngine:
         params = first.params
         if not first.has_seed:
             params = SamplingParams(**vars(params) | {"seed": secrets.randbits(62)})
-        prompts = [_prompt(job.prompt) for job in jobs for _ in range(job.num_samples)]
+        prompts = [_prompt(job.prompt) for job in jobs for _ in range(job.body.num_samples)]
         completions = iter(self._engine.generate(prompts, params, first.stop_token_ids))
         responses = []
         for job in jobs:
-            sequences = [self._sequence(next(completions), job.stop_strings) for _ in range(job.num_samples)]
-            responses.append(write_samples(sequences, self._prompt_logprobs(job) if job.prompt_logprobs else None))
+            sequences = [self._sequence(next(completions), job.stop_strings) for _ in range(job.body.num_samples)]
+            responses.append(write_samples(sequences, self._prompt_logprobs(job) if job.body.prompt_logprobs else None))
         return responses
 
     def close(self) -> None:
@@ -185,8 +168,8 @@ class SamplingEngine:
                 advantages=torch.zeros(count),
             )
             result[1:] = require_finite(rescore_by_engine(self._engine, [sample], 1.0)[0])
-        if job.last_n is not None:
-            result[: -job.last_n] = torch.nan
+        if job.body.prompt_logprobs_last_n is not None:
+            result[: -job.body.prompt_logprobs_last_n] = torch.nan
         return result
 
 

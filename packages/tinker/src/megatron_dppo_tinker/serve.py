@@ -38,11 +38,7 @@ class ServeOptions:
 
 
 def check_config(config: Config) -> None:
-    """Check that a configuration can be served.
-
-    Raises:
-        ConfigError: With the first key that prevents it.
-    """
+    """Raise ``ConfigError`` with the first key that prevents that a configuration is served."""
     if config.lora.rank < 1:
         raise ConfigError("lora.rank = 0: the Tinker API trains adapters. Fix: set the largest rank, as lora.rank = 32")
     if config.rollout.engine != "local":
@@ -62,14 +58,9 @@ def check_config(config: Config) -> None:
 
 
 def read_key(variable: str, folder: Path) -> tuple[str, str]:
-    """Return the API key and where its owner finds it, never the key itself.
+    """Return the API key of a variable and where its owner finds it, never the key itself.
 
-    Args:
-        variable: Environment variable with the key. Unset makes a new key, in a file that only its owner can read.
-        folder: Folder of that file.
-
-    Raises:
-        ConfigError: The key is too short, or lacks the prefix that the SDK needs.
+    Without the variable a new key is made, in a file of the folder that only its owner can read.
     """
     key = os.environ.get(variable, "")
     if not key:
@@ -89,16 +80,7 @@ def read_key(variable: str, folder: Path) -> tuple[str, str]:
 
 
 def serve(config: Config, options: ServeOptions, report: Callable[[str], None]) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP.
-
-    Args:
-        config: Configuration; ``check_config`` has accepted it.
-        options: Address, limits and names.
-        report: Prints a line for the user.
-
-    Raises:
-        UserError: The model, the folder or the address cannot be used.
-    """
+    """Serve a configuration that ``check_config`` has accepted, until SIGTERM, SIGINT or SIGHUP."""
     folder = Path(config.run.output_dir)
     platform = Platform.detect()
     pin_threads(config.run.threads_per_rank, 1)

@@ -8,7 +8,6 @@ which the SDK asks again.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import sys
 from collections.abc import Awaitable, Callable
@@ -18,7 +17,7 @@ from aiohttp import web
 
 from megatron_dppo.engines.responder import LoopThread
 from megatron_dppo.errors import UserError
-from megatron_dppo_agents.limited_server import LimitedServer
+from megatron_dppo_agents.limited_server import LimitedServer, digest_key
 from megatron_dppo_conversations.formats.json_values import inflate, parse_json
 from megatron_dppo_tinker import bodies
 from megatron_dppo_tinker.bodies import read_body
@@ -36,23 +35,15 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class TinkerServer:
-    """HTTP server in its own thread, until ``close``.
+    """HTTP server in its own thread, until ``close``. Port 0 takes a free one.
 
-    Args:
-        service: Models and samplers.
-        key: API key that every request must carry.
-        host: Address to listen on.
-        port: Port. 0 takes a free one.
-        max_body_bytes: Maximum size of a request body.
-
-    Raises:
-        OSError: The server cannot listen on the address.
+    Every request must carry the key. An address that cannot be used raises ``OSError``.
     """
 
     def __init__(self, service: Service, key: str, host: str, port: int, max_body_bytes: int) -> None:
         self._service = service
         # A digest, so that the time of the comparison tells nothing about the key, and no traceback shows it.
-        self._key = _digest(key)
+        self._key = digest_key(key)
         self._max_body_bytes = max_body_bytes
         self._thread = LoopThread("tinker")
         try:
@@ -92,16 +83,26 @@ class TinkerServer:
             "asample": (bodies.Sample, service.submit_sample),
             "weights_info": (bodies.WeightsInfo, service.weights_info),
         }
+        flags = {
+            "pjwt_auth_enabled": False,
+            "proto_compress_fwdbwd": False,
+            # One part after another, in the order of their numbers, each within the limit of a body.
+            "parallel_fwdbwd_chunks": False,
+            "fwdbwd_max_chunk_bytes_count": self._max_body_bytes // 4,
+            "use_pyqwest_transport": False,
+            # A sampler serves one batch after another: a late one is not stuck.
+            "sample_enable_stuck_detection": False,
+        }
         routes = [web.post(f"/api/v1/{name}", self._json_handler(*each)) for name, each in answered_by.items()]
         routes += [
             web.post("/api/v1/forward_backward", self._forward_backward),
             web.post("/api/v1/retrieve_future", self._retrieve),
-            web.post("/api/v1/client/config", self._client_config),
+            web.post("/api/v1/client/config", _constant(flags)),
             web.post("/api/v1/client/dynamic_config", _constant({"sample_cancel_enabled": False})),
             web.post("/api/v1/telemetry", _constant({"status": "accepted"})),
             web.post("/api/v1/sessions/{name}/finish", self._finish),
             web.get("/api/v1/healthz", _constant({"status": "ok"})),
-            web.get("/api/v1/get_server_capabilities", self._capabilities),
+            web.get("/api/v1/get_server_capabilities", _constant(service.capabilities())),
             web.get("/api/v1/samplers/{name}", self._sampler),
         ]
         app.add_routes(routes)
@@ -138,21 +139,8 @@ class TinkerServer:
             return web.Response(body=result, content_type=_PROTOBUF)
         return web.json_response(result)
 
-    async def _client_config(self, request: web.Request) -> web.StreamResponse:
-        del request
-        flags: dict[str, Any] = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False}
-        # One part after another, in the order of their numbers, each within the limit of a body.
-        flags |= {"parallel_fwdbwd_chunks": False, "fwdbwd_max_chunk_bytes_count": self._max_body_bytes // 4}
-        # A sampler serves one batch after another: a late one is not stuck.
-        flags |= {"use_pyqwest_transport": False, "sample_enable_stuck_detection": False}
-        return web.json_response(flags)
-
     async def _finish(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(self._service.finish_session(request.match_info["name"]))
-
-    async def _capabilities(self, request: web.Request) -> web.StreamResponse:
-        del request
-        return web.json_response(self._service.capabilities())
 
     async def _sampler(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(self._service.sampler_info(request.match_info["name"]))
@@ -180,7 +168,7 @@ class TinkerServer:
     @web.middleware
     async def _authorized(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Refuse a request without the key before its body is read."""
-        if not hmac.compare_digest(_digest(request.headers.get("X-API-Key", "")), self._key):
+        if not hmac.compare_digest(digest_key(request.headers.get("X-API-Key", "")), self._key):
             return _error_response("the API key (TINKER_API_KEY) is not that of this server", 401)
         with self._server.connections.processing(request, self):
             return await handler(request)
@@ -218,8 +206,3 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
 
 def _error_response(message: str, status: int) -> web.Response:
     return web.json_response({"detail": message}, status=status)
-
-
-def _digest(key: str) -> bytes:
-    # aiohttp decodes headers with surrogateescape, so that a key may hold any bytes.
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

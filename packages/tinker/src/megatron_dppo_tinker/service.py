@@ -61,10 +61,6 @@ class Limits:
     """Limits of the service."""
 
     max_models: int = 2
-    max_pending: int = 4096
-    max_results: int = 4096
-    max_bytes: int = 1 << 30
-    """Maximum size of the requests that wait, and of the stored results."""
     max_snapshot_bytes: int = 4 << 30
     """Maximum size of the samplers' adapters in memory. The newest is kept in any case."""
 
@@ -77,12 +73,10 @@ class Service:
     base_model: str
     """Name by which clients ask for the model."""
     folder: Path
-    """Folder of the checkpoints."""
     limits: Limits
-    queue: RequestQueue = field(init=False)
+    queue: RequestQueue = field(default_factory=RequestQueue)
 
     def __post_init__(self) -> None:
-        self.queue = RequestQueue(self.limits.max_pending, self.limits.max_results, self.limits.max_bytes)
         self._sessions: dict[str, _Session] = {}
         self._models: dict[str, _ModelEntry] = {}
         self._samplers: dict[str, Sampler] = {}
@@ -321,7 +315,6 @@ class Service:
 
     @contextmanager
     def _weights(self, sampler: Sampler) -> Iterator[Weights]:
-        """Yield the full weights of a sampler."""
         if sampler.spec is None:
             yield stream_folder(self.parts.config.model.path, self.parts.inputs.hf_config)
             return
@@ -345,11 +338,7 @@ class Service:
         return model
 
     def _make_room(self) -> None:
-        """Drop a model whose session has ended, if there are as many as the limit.
-
-        Raises:
-            RequestError: All are in use.
-        """
+        """Drop a model whose session has ended, if there are as many as the limit."""
         built = [name for name, entry in list(self._models.items()) if entry.model is not None]
         if len(built) < self.limits.max_models:
             return

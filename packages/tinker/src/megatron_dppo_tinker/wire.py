@@ -63,11 +63,7 @@ class SampledSequence:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
-    """Return a request for gradients or for a forward pass.
-
-    Raises:
-        RequestError: The body is no such message, or has parts that are not served.
-    """
+    """Return a request for gradients or for a forward pass."""
     values: dict[int, Any] = {}
     data: list[Datum] = []
     config: dict[str, float | str] = {}
@@ -111,12 +107,7 @@ def write_forward_output(logprobs: Sequence[Tensor], metrics: Mapping[str, float
 
 
 def write_samples(sequences: Sequence[SampledSequence], prompt_logprobs: Tensor | None) -> bytes:
-    """Return a ``SampleResponse``.
-
-    Args:
-        sequences: Sampled responses.
-        prompt_logprobs: Log-probabilities of the prompt's tokens, [P]. NaN where there is none. None: not requested.
-    """
+    """Return a ``SampleResponse``; the prompt's log-probabilities [P] have NaN where there is none."""
     fields = [
         (
             1,
@@ -192,7 +183,6 @@ def _read_config_value(message: Any, fields: FieldReader) -> float | str:
 
 
 def _read_entry(message: Any, read: Callable[[Any, FieldReader], Any], fields: FieldReader) -> tuple[str, Any]:
-    """Return one entry of a map: its key and its value."""
     parts: dict[int, Any] = dict(fields.read(_message(message)))
     missing = 0.0 if read is _read_number else memoryview(b"")
     return _text(parts.get(1, b"")), read(parts.get(2, missing), fields)

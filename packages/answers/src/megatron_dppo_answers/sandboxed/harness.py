@@ -21,11 +21,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def encode(value: Any) -> Any:
-    """Return plain data as JSON that preserves its types.
-
-    Raises:
-        TypeError: The value contains something other than plain data.
-    """
+    """Return plain data as JSON that preserves its types."""
     if type(value) in _PLAIN:
         return value
     if type(value) is list:
@@ -47,11 +43,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return the value that ``encode`` received.
-
-    Raises:
-        ValueError, TypeError: ``encode`` does not produce this.
-    """
+    """Return the value that ``encode`` received."""
     if type(value) in _PLAIN:
         return value
     if type(value) is not dict or len(value) != 1:

@@ -184,8 +184,9 @@ def _child(run: Callable[[], None]) -> int:
     os._exit(125)
 
 
-def _init(job: Job, status: int, user: int | None) -> None:
-    pid = _child(lambda: _program(job, status, user))
+def _end_with(run: Callable[[], None]) -> None:
+    """Run the function in a child, and exit as the child does."""
+    pid = _child(run)
     # Only the program may hold the pipes: a reader waits until the last writer has closed its end.
     os.closerange(0, 1 << 16)
     os._exit(_wait(pid))
@@ -198,10 +199,7 @@ def _make(job: Job, status: int, user: int | None, to_launcher: int, from_launch
     if os.read(from_launcher, 1) != b"1":
         raise OSError("the user namespace has no maps")
     _make_root(job)
-    pid = _child(lambda: _init(job, status, user))
-    # Only the program may hold the pipes: a reader waits until the last writer has closed its end.
-    os.closerange(0, 1 << 16)
-    os._exit(_wait(pid))
+    _end_with(lambda: _end_with(lambda: _program(job, status, user)))
 
 
 def _map_users(pid: int) -> None:

@@ -83,11 +83,7 @@ def typed_value(text: str, schema: ValueSchema) -> Any:
     """Return the value of a parameter that is written without quotes.
 
     It is the JSON that the text holds if the schema allows that, and else the text if it allows a string. Where it
-    allows a string, a JSON string is text with quotes.
-
-    Args:
-        text: Text of the value.
-        schema: JSON schema of the parameter. Without one the value may have any type.
+    allows a string, a JSON string is text with quotes. No schema allows any type.
     """
     value: Any = text
     try:
@@ -235,9 +231,5 @@ class TaggedFormat:
         return len(text) if end < 0 else end + len(closing)
 
     def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
-        """Return the calls of the block that begins at a position, and the position after it.
-
-        Returns:
-            None for the calls if the block is malformed. The position is then that from which reading continues.
-        """
+        """Return the calls of the block at a position (None if malformed), and where reading continues."""
         raise NotImplementedError

@@ -47,18 +47,12 @@ class HermesFormat(TaggedFormat):
         if text.startswith("<function=", start):
             call, end = read_function(text, start, tools)
         else:
-            call, end = _read_named_object(text, start)
+            value, end = read_arguments(text, start)
+            call = call_of_object(value)
         end = skip_space(text, end)
         if call is None or not text.startswith(self.close_tag, end):
             return None, position
         return [call], end + len(self.close_tag)
-
-
-def _read_named_object(text: str, position: int) -> tuple[dict[str, Any] | None, int]:
-    """Return the call of an object with name and arguments, and the position after it."""
-    value, end = read_arguments(text, position)
-    call = call_of_object(value)
-    return call, end if call is not None else position
 
 
 def call_of_object(value: Any) -> dict[str, Any] | None:

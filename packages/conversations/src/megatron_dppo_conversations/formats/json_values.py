@@ -14,16 +14,9 @@ _GZIP_OR_ZLIB = 47
 
 
 def inflate(content: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Return a request body without its compression.
+    """Return a request body without the compression that its header ``Content-Encoding`` names.
 
-    Args:
-        content: The body as it was sent.
-        encoding: The header ``Content-Encoding``.
-        max_bytes: Maximum size of the inflated body. No more is inflated.
-
-    Raises:
-        ValueError: The encoding is unknown, or the content is invalid or incomplete.
-        OverflowError: The inflated body is larger.
+    A body that is larger than ``max_bytes`` raises ``OverflowError``, and any other problem ``ValueError``.
     """
     name = encoding.strip().lower()
     if name in ("", "identity"):
@@ -44,25 +37,16 @@ def inflate(content: bytes, encoding: str, max_bytes: int) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: It is no JSON, contains a number that is not finite, or is nested too deeply.
-    """
+    """Return the value of a JSON text; ``ValueError`` if it is none, has NaN or infinities, or is nested too deeply."""
     return _DECODER.decode(text if isinstance(text, str) else text.decode())
 
 
 def parse_json_prefix(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value that starts at an index, and the index after it.
-
-    Raises:
-        ValueError: See ``parse_json``.
-    """
+    """Return the JSON value that starts at an index, and the index after it."""
     return _DECODER.raw_decode(text, start)
 
 
 def _check_depth(value: Any) -> None:
-    """Raise ``ValueError`` if a parsed value is nested too deeply."""
     # By level instead of by recursion, which is what deep values would break.
     level = [value]
     for _ in range(_MAX_DEPTH + 1):

@@ -6,6 +6,7 @@ Values have no quotes, so their types are those of the tool's JSON schema.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_dppo_conversations.formats.base import (
     typed_value,
 )
 from megatron_dppo_conversations.formats.json_values import parse_json
-from megatron_dppo_conversations.formats.schemas import Tools, parameter_schemas
+from megatron_dppo_conversations.formats.schemas import Tools, parameters_schema
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ def read_parameters(
     head = grammar.call.match(text, position)
     if head is None:
         return None, position
-    schemas, other_schema = parameter_schemas(tools, head["name"])
+    schema = parameters_schema(tools, head["name"])
+    schemas = schema.property_schemas()
+    other_schema = schema.other_properties()
     arguments: dict[str, Any] = {}
     end = head.end()
     while parameter := grammar.parameter.match(text, end):
@@ -58,19 +61,14 @@ def read_parameters(
         if is_string is None:
             arguments[parameter["key"]] = typed_value(value, schemas.get(parameter["key"], other_schema))
         else:
-            arguments[parameter["key"]] = value if is_string == "true" else _json_or_text(value)
+            arguments[parameter["key"]] = value
+            with suppress(ValueError):
+                arguments[parameter["key"]] = value if is_string == "true" else parse_json(value)
         end = closing.end()
     tail = grammar.call_end.match(text, end)
     if tail is None:
         return None, position
     return make_tool_call("", head["name"], arguments), tail.end()
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return parse_json(value)
-    except ValueError:
-        return value
 
 
 _FUNCTION = ParameterGrammar(

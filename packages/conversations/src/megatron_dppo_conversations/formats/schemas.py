@@ -40,12 +40,7 @@ class ValueSchema:
         return all(map(self.allows, ("", 0, 0.5, True, None, [], {})))
 
     def allows(self, value: Any, *, by_type: bool = False) -> bool:
-        """Return True if a value may stand here.
-
-        Args:
-            value: A JSON value. Its parts are not looked at.
-            by_type: Compare the types of ``enum`` and ``const`` alone.
-        """
+        """Return True if a value, but for its parts, is allowed; ``by_type`` reads ``enum`` and ``const`` as types."""
         return self._allows(value, self.schema, by_type, {}) is not False
 
     def property_schemas(self) -> dict[str, ValueSchema]:
@@ -92,12 +87,8 @@ class ValueSchema:
     ) -> bool | None:
         """Return True if a schema allows a value, and None if it only leads back to itself.
 
-        Args:
-            value: The value.
-            schema: The schema.
-            by_type: See ``allows``.
-            known: Results by the identity of a schema, so that each is read once. None while it is read.
-            depth: Number of references and branches that led here.
+        ``known`` has results by the identity of a schema, so that each is read once; None while it is read. ``depth``
+        counts the references and branches that led here.
         """
         if isinstance(schema, bool):
             return schema
@@ -142,12 +133,11 @@ class ValueSchema:
         return None
 
 
-def parameter_schemas(tools: Tools, name: str) -> tuple[Mapping[str, ValueSchema], ValueSchema]:
-    """Return the schemas of a tool's parameters by name, and that of any other parameter."""
+def parameters_schema(tools: Tools, name: str) -> ValueSchema:
+    """Return the schema of the parameters of a tool; one that allows everything if there is no such tool."""
     function = find_function(tools, name)
     parameters = None if function is None else function.get("parameters")
-    schema = ValueSchema(parameters, (parameters,))
-    return schema.property_schemas(), schema.other_properties()
+    return ValueSchema(parameters, (parameters,))
 
 
 def _branches(schema: Mapping[str, Any], key: str) -> list[Any]:

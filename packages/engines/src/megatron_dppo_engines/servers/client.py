@@ -15,17 +15,10 @@ _ADMIN_CONNECTIONS = 8
 
 
 class ServerClient(FolderUpdates):
-    """HTTP connections to one server, and the calls that both engines have.
+    """HTTP connections to one server, and the calls that both engines have."""
 
-    Args:
-        url: ``http://host:port``.
-        api_key: The server's ``--api-key``.
-        admin_api_key: Key for control calls; None if it is ``api_key``.
-        deadlines: Deadline of each kind of call.
-        adapter: True if requests are for the adapter of ``update_adapter``; False for the base weights.
-        keep_admin_alive: Reuse the connections for control calls.
-    """
-
+    _keeps_admin_alive = True
+    """True if connections for control calls are used again."""
     _liveness_path: str
     """Path of a GET that is cheap for the server."""
     _no_tokenizer_statuses: tuple[int, ...]
@@ -35,11 +28,10 @@ class ServerClient(FolderUpdates):
         self,
         url: str,
         *,
-        api_key: str | None,
+        api_key: str | None = None,
         admin_api_key: str | None = None,
-        deadlines: Deadlines | None,
-        adapter: bool,
-        keep_admin_alive: bool = True,
+        deadlines: Deadlines | None = None,
+        adapter: bool = False,
     ) -> None:
         self._adapter = ADAPTER if adapter else None
         self._deadlines = deadlines or Deadlines()
@@ -51,7 +43,7 @@ class ServerClient(FolderUpdates):
             api_key=admin_api_key or api_key,
             connections=_ADMIN_CONNECTIONS,
             connect_timeout=connect_timeout,
-            keep_alive=keep_admin_alive,
+            keep_alive=self._keeps_admin_alive,
         )
         self.url = self._http.url
 

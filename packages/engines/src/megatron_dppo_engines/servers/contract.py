@@ -50,14 +50,7 @@ class Contract:
 
 
 class SamplingMaskCheck:
-    """Checks of the sampling mask of a response of R tokens; the constructor checks its ids and counts.
-
-    Args:
-        generation: The response.
-        request: The request.
-        vocab_size: Every id is below it.
-        raise_violation: Called with each violation.
-    """
+    """Checks of the sampling mask of a response of R tokens; the constructor checks its ids and counts."""
 
     def __init__(
         self, generation: Generation, request: GenerateRequest, vocab_size: int, raise_violation: RaiseViolation
@@ -124,13 +117,10 @@ class SamplingMaskCheck:
             self._raise_violation(f"log-probability {row}", values[row], "0: the filters allow only this token")
 
     def check_topk(self, ids: NDArray[Any], values: NDArray[Any], tolerance: float) -> NDArray[np.bool_]:
-        """Check the Top-K ``[R, K]`` against the sets.
+        """Check the Top-K ``[R, K]`` against the sets; return True for each slot in use, [R, K].
 
         As many slots as a set has ids are in use. They hold ids of the set. If the set has no more ids than slots, they
         hold all of the probability.
-
-        Returns:
-            True for each slot in use, [R, K].
         """
         k = ids.shape[1]
         is_used = np.arange(k) < np.minimum(self.counts, k)[:, None]
@@ -177,10 +167,7 @@ def check_generation(generation: Generation, request: GenerateRequest, contract:
 
 
 def checked(contract: Contract) -> GenerateCall:
-    """Return a function that sends a request to a server and raises where ``check_generation`` does.
-
-    The generations have their ``ranks``.
-    """
+    """Return a function that asks a server, raises where ``check_generation`` does, and adds the ``ranks``."""
 
     async def ask(server: InferenceServer, request: GenerateRequest) -> Generation:
         generation = await server.generate(request)
@@ -198,6 +185,7 @@ def check_frame(generation: Generation, request: GenerateRequest, contract: Cont
     if len(generation.token_ids):
         response.check_tokens()
         response.check_columns()
+        response.check_topk_columns()
         response.check_sampling_mask()
         response.check_routes()
 
@@ -212,8 +200,6 @@ def check_values(generation: Generation, request: GenerateRequest, contract: Con
 
 
 class _ResponseCheck:
-    """Checks of one response; each method checks one part of it."""
-
     def __init__(self, generation: Generation, request: GenerateRequest, contract: Contract, url: str) -> None:
         self._generation = generation
         self._request = request
@@ -291,8 +277,9 @@ class _ResponseCheck:
             if stop_reason is not None:
                 end_tokens |= set(self._contract.special_tokens)
             if last not in end_tokens:
+                some = ", ".join(map(str, sorted(end_tokens)[:8])) + (", ..." if len(end_tokens) > 8 else "")
                 expected = (
-                    f"an end token ({_join_some(sorted(end_tokens))}) for the finish reason 'stop'. If it is one, name "
+                    f"an end token ({some}) for the finish reason 'stop'. If it is one, name "
                     "it in eos_token_id of the model's generation_config.json"
                 )
                 self._raise_violation("last token", last, expected)
@@ -327,11 +314,6 @@ class _ResponseCheck:
         self._check_candidates("most probable token", ids, values)
 
     def check_columns(self) -> None:
-        """Check that requested columns are there, that others are not, and their shapes and limits."""
-        self._check_columns_on_request()
-        self._check_topk_columns()
-
-    def _check_columns_on_request(self) -> None:
         for name, (low, high) in COLUMN_LIMITS.items():
             rows = getattr(self._generation, name)
             if name not in self._request.params.columns:
@@ -346,7 +328,7 @@ class _ResponseCheck:
             is_good = np.isfinite(values) & (values >= low - self._tolerance) & (values <= high + self._tolerance)
             self._check_rows(name, is_good, values, f"a finite number of {low:g} to {high:g}")
 
-    def _check_topk_columns(self) -> None:
+    def check_topk_columns(self) -> None:
         """Check that there is a Top-K if the request asks for one, with K + 1 columns."""
         k = self._request.params.topk_logprobs
         ids = self._generation.topk_token_ids
@@ -396,16 +378,9 @@ class _ResponseCheck:
     def _check_candidates(
         self, name: str, ids: NDArray[Any], values: NDArray[Any], is_used: NDArray[np.bool_] | None = None
     ) -> NDArray[np.bool_]:
-        """Check the K most probable tokens.
+        """Check the K most probable tokens [R, K], in the slots that hold one (all if ``is_used`` is None).
 
-        Args:
-            name: Name of the column, for the error message.
-            ids: Their ids, [R, K].
-            values: Their log-probabilities, [R, K].
-            is_used: True for each slot that holds a token, [R, K]; None if all do.
-
-        Returns:
-            True where the sampled token is one of the K, [R].
+        Returns True where the sampled token is one of the K, [R].
         """
         size = self._contract.vocab_size
         tolerance = self._tolerance
@@ -472,7 +447,3 @@ def _first_difference(received: Sequence[int], sent: Sequence[int]) -> tuple[int
     received_value = received[index] if index < len(received) else "missing"
     sent_value = sent[index] if index < len(sent) else "missing"
     return index, received_value, sent_value
-
-
-def _join_some(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values[:8])) + (", ..." if len(values) > 8 else "")

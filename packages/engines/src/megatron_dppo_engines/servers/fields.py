@@ -26,12 +26,7 @@ class ResponseFields:
     """Reader for the fields of the response to one request.
 
     Each ``read_*`` method takes a value and the name of its field. It raises ``ContractViolation`` if the value does
-    not have the type of the method's result.
-
-    Args:
-        url: URL that was called.
-        request_id: Name of the request.
-        missing_cause: Likely cause of a missing field, for the error message.
+    not have the type of the method's result. ``missing_cause`` is the likely cause of a missing field.
     """
 
     def __init__(self, url: str, request_id: str, missing_cause: str) -> None:
@@ -173,33 +168,21 @@ def parse_policy_version(name: object) -> int:
 
 
 def require_integer(value: object, url: str, field: str) -> int:
-    """Return an integer from 0 to 2^31 - 1 in the response to a control call.
-
-    Raises:
-        ServerError: The value is something else.
-    """
+    """Return an integer from 0 to 2^31 - 1 in the response to a control call."""
     if type(value) is not int or not 0 <= value <= _MAX_INT:
         raise ServerError(url, f"{field} is {shorten(value)}, expected an integer of 0 to {_MAX_INT}")
     return value
 
 
 def require_object(value: object, url: str, field: str = "the response") -> dict[str, Any]:
-    """Return a JSON object in the response to a control call.
-
-    Raises:
-        ServerError: The value is something else.
-    """
+    """Return a JSON object in the response to a control call."""
     if not isinstance(value, dict):
         raise ServerError(url, f"{field} is {shorten(value)}, expected an object")
     return value
 
 
 def require_success(response: object, url: str) -> Mapping[str, Any]:
-    """Return the response to a control call; an empty mapping if it is no JSON object.
-
-    Raises:
-        ServerError: The status is 200, but the response says that the call failed.
-    """
+    """Return the response to a control call; an empty mapping if it is no JSON object."""
     if not isinstance(response, dict):
         return {}
     if response.get("success") is False:
@@ -208,11 +191,7 @@ def require_success(response: object, url: str) -> Mapping[str, Any]:
 
 
 def read_tokenize_response(response: object, url: str) -> tuple[int, ...] | None:
-    """Return the ids in the response to ``/tokenize``; None if it has none.
-
-    Raises:
-        ServerError: They are not token ids.
-    """
+    """Return the ids in the response to ``/tokenize``; None if it has none."""
     tokens = require_object(response, url).get("tokens")
     if tokens is None:
         return None

@@ -18,12 +18,7 @@ _PREFIX = struct.Struct("<Q")
 
 
 class Frames(asyncio.BufferedProtocol):
-    """One end of a connection. Columns are received into their final memory, without a copy.
-
-    Args:
-        on_message: Called with each message and its columns.
-        on_close: Called when the connection has ended.
-    """
+    """One end of a connection. Columns are received into their final memory, without a copy."""
 
     def __init__(
         self, on_message: Callable[[dict[str, Any], dict[str, Tensor]], None], on_close: Callable[[], None]

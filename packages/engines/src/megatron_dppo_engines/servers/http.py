@@ -63,15 +63,10 @@ class Deadlines:
 class HttpClient:
     """Connections to one server. Belongs to the event loop that first uses it.
 
-    Args:
-        url: ``http://host:port``, without a path.
-        api_key: Sent as ``Authorization: Bearer``; never part of an error message or a repr.
-        connections: Maximum number of requests in flight; more wait for a free connection, within their deadline.
-        connect_timeout: Seconds to open a connection.
-        keep_alive: Reuse connections. A server may close one after an error without an announcement.
-
-    Raises:
-        ConfigError: The URL has another form.
+    A URL of another form than ``http://host:port`` raises ``ConfigError``. The key is sent as ``Authorization:
+    Bearer``, and never part of an error message or a repr. More requests than ``connections`` wait within their
+    deadline. Without ``keep_alive`` no connection is used again, for servers that close one after an error without an
+    announcement.
     """
 
     def __init__(
@@ -97,11 +92,7 @@ class HttpClient:
         self._is_silent = False
 
     async def check(self, path: str, deadlines: Deadlines) -> object:
-        """Return the response to a cheap GET. While the server is silent, calls fail sooner.
-
-        Raises:
-            ServerError: As ``get``.
-        """
+        """Return the response to a cheap GET. While the server is silent, calls fail sooner."""
         try:
             response = await self.get(path, timeout=deadlines.silent if self._is_silent else deadlines.alive)
         except ServerError as error:
@@ -125,16 +116,10 @@ class HttpClient:
     ) -> object:
         """Return the JSON of the response, its text if it is not JSON, or None if it is empty.
 
-        Args:
-            path: Path with a leading slash.
-            body: Sent as JSON.
-            timeout: Seconds for all attempts and the waits between them.
-            repeat: The call may run twice on the server. If False, it is repeated only if no connection could be
-                opened, so that it never reached the server.
-            max_bytes: Largest response, inflated. No more is read or kept in memory.
-
-        Raises:
-            ServerError: No connection, no response in time, a response that is not 2xx or too large.
+        ``timeout`` covers all attempts and the waits between them. ``repeat`` allows that the call runs twice on the
+        server. Without it, a call is repeated only if no connection could be opened, so that it never reached the
+        server. No more than ``max_bytes`` of the inflated response are read or kept in memory. Every failure is a
+        ``ServerError``.
         """
         return await self._call("POST", path, {} if body is None else body, timeout, repeat, max_bytes)
 
@@ -183,7 +168,6 @@ class HttpClient:
         raise AssertionError("the last attempt returns or raises")
 
     async def _send(self, method: str, path: str, data: bytes | None, timeout: float, max_bytes: int) -> object:
-        """Send one attempt."""
         if timeout <= 0:
             raise TimeoutError
         payload = io.BytesIO(data) if data is not None and len(data) > _CHUNKED_BYTES else data
@@ -221,17 +205,10 @@ class HttpClient:
 
 
 async def read_limited(response: aiohttp.ClientResponse, max_bytes: int) -> tuple[bytes, bool]:
-    """Read a response up to a size.
+    """Return an inflated body of at most ``max_bytes``, and False if it is longer and was cut off.
 
-    Args:
-        response: Response of a session without ``auto_decompress``.
-        max_bytes: Size of the inflated body, after which nothing more is read.
-
-    Returns:
-        The inflated body, and False if it is longer than ``max_bytes`` and was cut off.
-
-    Raises:
-        ServerError: The body is compressed in a way that was not asked for, or not as its header says.
+    The session has no ``auto_decompress``. A compression that was not asked for, or is another than the header says,
+    raises ``ServerError``.
     """
     encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
     inflate = None

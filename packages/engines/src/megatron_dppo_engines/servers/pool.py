@@ -51,10 +51,7 @@ class ServerPool:
     """Dispatch of requests to the least loaded server; requests with one affinity share a server where that is fair.
 
     Args:
-        servers: At least one; the caller closes them.
-        ask: Sends a request to a server and checks the response.
         max_in_flight: Maximum number of requests in flight; further ones wait in order.
-        health_seconds: Interval between two checks of each server while requests are in flight.
         unavailable_timeout_seconds: Time without a success on any server after which a request that fails everywhere
             is given up.
         first: Index of the server that gets the first request (``RequestSpread``).
@@ -103,12 +100,9 @@ class ServerPool:
                 self._mark_unhealthy(server, problem, is_final=True)
 
     def use_version(self, version: int, urls: Iterable[str]) -> None:
-        """Use only the given servers, which have exactly ``version``, until the next sync.
+        """Use only the given servers of the pool, which have exactly ``version``, until the next sync.
 
         Call it after each publish, when the servers generate again.
-
-        Raises:
-            ValueError: A URL is not one of the servers'.
         """
         servers = {server.url: server for server in self._servers}
         synced = {url.rstrip("/") for url in urls}
@@ -188,7 +182,6 @@ class ServerPool:
         await asyncio.gather(*(abort_one(server, name) for server, name in sent))
 
     async def _dispatch(self, request: GenerateRequest, affinity: str) -> Generation:
-        """Send a request to one server after another until one succeeds."""
         failed: set[PooledServer] = set()
         first_failure: float | None = None
         attempt = 0
@@ -216,12 +209,7 @@ class ServerPool:
                 )
 
     async def _send(self, server: PooledServer, request: GenerateRequest) -> Generation:
-        """Send a request to a server and check which weights responded.
-
-        Raises:
-            _RetryElsewhere: The response is missing or must not be used.
-            ServerError: The server rejects the request itself.
-        """
+        """Send a request to a server and check which weights responded."""
         version_index = len(self._versions) - 1
         evictions = server.evictions
         sent = self._now()
@@ -257,11 +245,7 @@ class ServerPool:
         return replace(generation, versions=tuple(span._replace(server=server.url) for span in generation.versions))
 
     def _handle_error(self, server: PooledServer, error: ServerError) -> None:
-        """Update the state of a server after a failed request.
-
-        Raises:
-            ServerError: ``error`` itself, if the request is wrong and not the server.
-        """
+        """Update the state of a server after a failed request; raise the error if the request itself is wrong."""
         if isinstance(error, ContractViolation):
             self.counts.invalid_responses += 1
             if not server.violations:  # the end of the server tells of the later ones
@@ -283,16 +267,7 @@ class ServerPool:
     async def _select_server(
         self, affinity: str, failed: set[PooledServer], first_failure: float | None
     ) -> PooledServer:
-        """Return the server for the next attempt, if possible one that the request has not failed on.
-
-        Args:
-            affinity: See ``generate``.
-            failed: Servers that the request failed on.
-            first_failure: Time of its first failure; None if it has not failed.
-
-        Raises:
-            ServerError: No server is usable, also after rechecks for as long as the patience lasts.
-        """
+        """Return the server for the next attempt, if possible one that the request has not failed on."""
         first_failure = self._now() if first_failure is None else first_failure
         while True:
             now = self._now()

@@ -59,11 +59,7 @@ class PooledServer:
         return len(self.violations) >= MAX_VIOLATIONS
 
     def mark_synced(self, problem: str | None = None) -> None:
-        """Reset the state after a weight sync.
-
-        Args:
-            problem: Why the sync left the server out; None if it brought the server to the current version.
-        """
+        """Reset the state after a weight sync, which left the server out if there is a problem."""
         problem = self.exclusion or problem
         self.problem = problem
         self.is_final = problem is not None
@@ -75,13 +71,7 @@ class PooledServer:
         self.violations.clear()
 
     def back_off(self, now: float, reason: str, retry_after: float | None = None) -> None:
-        """Send the server no requests for a while, longer after each further failure.
-
-        Args:
-            now: Time of the event loop.
-            reason: The failure.
-            retry_after: Seconds that the server asked for; None if it named none.
-        """
+        """Send the server no requests for a while, longer after each further failure."""
         self.last_failure = reason
         if now < self.back_off_until:  # a burst of requests that fail together counts once
             return
@@ -93,11 +83,7 @@ class PooledServer:
         self.back_off_until = now + seconds
 
     def mark_unhealthy(self, problem: str, *, is_final: bool = False) -> bool:
-        """Stop using the server and cancel its requests.
-
-        Returns:
-            True if the server was in use until now.
-        """
+        """Stop using the server and cancel its requests; return True if it was in use until now."""
         self.is_final = self.is_final or is_final
         if self.problem is not None:
             return False
@@ -150,12 +136,6 @@ class HealthMonitor:
 
     There are two checks. ``alive`` is cheap and a busy server passes it, so one failure counts. ``health`` goes through
     the whole engine and may take long.
-
-    Args:
-        servers: The servers of the pool.
-        seconds: Interval between two checks.
-        mark_unhealthy: Called with a server and the reason.
-        current_version: Returns the version that a server must have to be used again.
     """
 
     def __init__(

@@ -23,7 +23,6 @@ class RequestSpread:
     siblings_per_server: int
     """Responses to one prompt that go to the same server, where its prefix cache has the prompt."""
     max_in_flight: int
-    """Maximum number of the rank's requests in flight."""
 
 
 def spread_requests(
@@ -35,13 +34,7 @@ def spread_requests(
     ``first``. The first servers of the ranks are evenly spaced. So for any number k of servers that every rank has
     filled, each server was filled by ``k * ranks / servers`` ranks, rounded up or down.
 
-    Args:
-        rank: Data-parallel index.
-        ranks: Data-parallel size.
-        servers: Number of servers.
-        prompts: Prompts of a step over all ranks, with oversampling.
-        siblings: Responses to each prompt.
-        max_in_flight: Limit of the user. None derives it: all samples of a step.
+    ``prompts`` are those of a step over all ranks, with oversampling, and ``siblings`` the responses to each.
     """
     samples = math.ceil(prompts * siblings / ranks)
     enough = max(samples, math.ceil(_MIN_PER_SERVER * servers / ranks))

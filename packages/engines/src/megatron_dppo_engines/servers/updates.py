@@ -63,7 +63,6 @@ class ReleasedMemory(ABC):
         self._is_cache_released = version in (RELEASED, CACHE_RELEASED)
 
     async def _wake_cache(self) -> None:
-        """Allocate the memory of the cache if it is released."""
         if self._is_cache_released:
             await self._allocate_as("kv_cache", INCOMPLETE, CACHE_RELEASED)
             self._is_cache_released = False
@@ -118,9 +117,6 @@ def check_weights(folder: Path) -> None:
     SGLang crashes on a truncated file, since its rollback reads the same folder again, and does not notice missing
     files. A stock vLLM is left without weights and crashes on the next request. A folder that is not on this machine
     passes.
-
-    Raises:
-        CheckpointError: A file is missing or truncated.
     """
     if not folder.is_dir():
         return  # a path of the server's machine: the server reports itself if there is nothing
@@ -129,11 +125,7 @@ def check_weights(folder: Path) -> None:
 
 
 def check_adapter(folder: Path) -> None:
-    """Check that a folder has complete adapters, before a server reads it, as ``check_weights`` does.
-
-    Raises:
-        CheckpointError: The file is missing or truncated.
-    """
+    """Check that a folder has complete adapters, as ``check_weights`` does."""
     if folder.is_dir():
         open_weight_file(folder / ADAPTER_FILE)
 
@@ -176,12 +168,7 @@ class FolderUpdates(ReleasedMemory):
         await self._finish_update(version)
 
     async def update_from_disk(self, folder: str, version: int) -> None:
-        """See ``InferenceServer``.
-
-        Raises:
-            CheckpointError: The folder is on this machine and incomplete; no request was sent.
-            ServerError: The weights are not loaded; the message states if the old weights are still there.
-        """
+        """See ``InferenceServer``. An error states if the old weights are still there."""
         check_weights(Path(folder))
         # Whoever paused the server also resumes it.
         if self._is_paused:

@@ -46,29 +46,72 @@ class GenerationReader(ResponseFields, ABC):
     column_fields: ClassVar[Mapping[str, ColumnField]] = {}
     """Place of each column on request that the engine returns, by its field of a response."""
 
+    path: ClassVar[str]
+    """Path of the object that has most of the fields."""
+    version_cause: ClassVar[str]
+    """Likely cause of missing weight versions."""
+    mask_fields: ClassVar[tuple[str, ...]]
+    """Fields of that object with the sampling mask."""
+    response: dict[str, Any]
+    parent: dict[str, Any]
+    """The object at ``path``."""
+
     def __init__(self, request: GenerateRequest, url: str, missing_cause: str) -> None:
         super().__init__(url, request.request_id, missing_cause)
         self._request = request
+
+    def field(self, name: str, cause: str | None = None) -> Any:
+        """Return a field of the object at ``path`` that must not be missing."""
+        return self.require(self.parent, name, f"{self.path}.{name}", cause)
+
+    def has_requested_fields(self, *names: str) -> bool:
+        """Return True if neither ``names`` nor a field is missing that the request asks for."""
+        params = self._request.params
+        requested = ["routed_experts"] if self._request.routing is not None else []
+        requested += [self.column_fields[name].response for name in params.columns]
+        requested += self.mask_fields if params.return_sampling_mask else []
+        return all(self.parent.get(name) is not None for name in (*names, *requested))
 
     @abstractmethod
     def finish_reason(self) -> FinishReason:
         """Return ``stop``, ``length`` or ``abort``."""
 
-    @abstractmethod
     def versions(self, length: int) -> tuple[VersionSpan, ...]:
         """Return the spans of weight versions that cover the response."""
+        spans = self.field("weight_versions", self.version_cause)
+        return self.read_version_spans(spans, length, f"{self.path}.weight_versions")
 
     @abstractmethod
     def routed_experts(self, response_length: int) -> Tensor | None:
         """Return the routes ``[P + R - 1 - routing_start, L, k]``; None if the request did not ask for them."""
 
     @abstractmethod
-    def column_field(self, name: str) -> tuple[Any, str]:
-        """Return the value of a field that holds one number for each token, and its path in the response."""
+    def echo_request_id(self) -> Echo:
+        """Return the part of the echo that every response has, also if the request was aborted in the queue."""
 
     @abstractmethod
+    def _counts(self) -> tuple[Mapping[str, Any], str]:
+        """Return the object with the numbers of tokens, and its path."""
+
+    @abstractmethod
+    def _stop_reason(self) -> object:
+        """Return what ended the response, as the server names it."""
+
     def echo(self, best_ids: NDArray[np.int32], best_logprobs: NDArray[np.float32]) -> Echo:
         """Return what a complete response reports about itself; both arguments have shape [R]."""
+        prompt = self.require(self.response, "prompt_token_ids", "prompt_token_ids")
+        counts, path = self._counts()
+        fields = {key: f"{path}.{key}" for key in ("prompt_tokens", "completion_tokens")}
+        lengths = [self.read_integer(self.require(counts, key, field), field) for key, field in fields.items()]
+        return Echo(
+            request_id=self.echo_request_id().request_id,
+            prompt_token_ids=tuple(self.read_integers(prompt, "prompt_token_ids")),
+            prompt_length=lengths[0],
+            response_length=lengths[1],
+            matched_stop=read_stop_reason(self._stop_reason()),
+            best_token_ids=best_ids,
+            best_logprobs=best_logprobs,
+        )
 
     def generation(
         self,
@@ -77,14 +120,7 @@ class GenerationReader(ResponseFields, ABC):
         candidates: Candidates,
         sampling_mask: SamplingMask | None,
     ) -> Generation:
-        """Return the response as a ``Generation``.
-
-        Args:
-            tokens: Sampled tokens, [R].
-            logprobs: Their log-probabilities, [R].
-            candidates: The most probable tokens, after the sampling filters.
-            sampling_mask: Token ids that the filters allowed; None if the request did not ask for them.
-        """
+        """Return the response; tokens and log-probabilities are [R], candidates those after the sampling filters."""
         topk_ids, topk_logprobs = None, None
         if self._request.params.topk_logprobs:
             topk_ids, topk_logprobs = append_sampled_token(*candidates, tokens, logprobs)
@@ -104,16 +140,12 @@ class GenerationReader(ResponseFields, ABC):
         )
 
     def _column(self, name: str) -> Tensor:
-        value, field = self.column_field(self.column_fields[name].response)
-        return torch.from_numpy(self.read_float32(value, field))
+        field = self.column_fields[name].response
+        return torch.from_numpy(self.read_float32(self.field(field), f"{self.path}.{field}"))
 
     @classmethod
     def column_request(cls, params: SamplingParams) -> dict[str, Any]:
-        """Return the fields of a request that ask for the columns of ``params.columns``.
-
-        Raises:
-            ConfigError: The engine does not return one of them.
-        """
+        """Return the fields of a request that ask for the columns of ``params.columns``."""
         if missing := [name for name in params.columns if name not in cls.column_fields]:
             raise ConfigError(
                 f"these servers do not return {', '.join(missing)}, which the loss reads. Fix: use another "
@@ -196,14 +228,7 @@ def append_sampled_token(
 ) -> tuple[Tensor, Tensor]:
     """Append a slot that holds the sampled token if it is not one of the K, else -1 and 0 (see ``Completion``).
 
-    Args:
-        ids: The most probable tokens, [R, K].
-        values: Their log-probabilities, [R, K].
-        tokens: The sampled tokens, [R].
-        logprobs: Their log-probabilities, [R].
-
-    Returns:
-        Ids and log-probabilities, both [R, K + 1].
+    The most probable tokens are [R, K], the sampled ones [R], and the results [R, K + 1].
     """
     sampled = tokens[:, None]
     is_outside = ~(ids == sampled).any(1, keepdims=True)

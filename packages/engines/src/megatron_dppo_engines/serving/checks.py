@@ -38,7 +38,6 @@ In srt/managers, the longest request is one less than the context, and a respons
 """
 _EXTENSION = "megatron_dppo_vllm.WorkerExtension"
 _VERSIONS_CALL = "megatron_dppo_collectives"
-"""Method of the extension that reports versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ class ServerRequirements:
 def is_healthy(url: str, key: str | None = None, *, timeout: float = 10.0) -> bool:
     """Return True if the server's /health responds with 200 within ``timeout`` seconds."""
     try:
-        _get(url, "/health", key, timeout)
+        _request(url, "/health", key, timeout)
     except ServerError:
         return False
     return True
@@ -81,9 +80,6 @@ def describe_server(url: str, engine: str, key: str | None = None, *, timeout: f
 
     A server that responds but does not generate may be paused by a trainer that ended in a weight sync. The next sync
     resumes it.
-
-    Raises:
-        ServerError: See ``identify_server``.
     """
     version, model = identify_server(url, engine, key, timeout=timeout)
     state = "healthy" if is_healthy(url, key, timeout=timeout) else f"responds, but {IDLE}"
@@ -91,11 +87,7 @@ def describe_server(url: str, engine: str, key: str | None = None, *, timeout: f
 
 
 def identify_server(url: str, engine: str, key: str | None = None, *, timeout: float = 30.0) -> tuple[Any, Any]:
-    """Return version and model of a server.
-
-    Raises:
-        ServerError: The server does not respond, or is another program than ``engine``.
-    """
+    """Return version and model of a server; ``ServerError`` if it is silent, or another program than ``engine``."""
     try:
         if engine == "sglang":
             version = _field(url, "/server_info", key, timeout, "version")
@@ -113,12 +105,8 @@ def identify_server(url: str, engine: str, key: str | None = None, *, timeout: f
 
 
 def fetch_json(url: str, path: str, key: str | None, timeout: float) -> dict[str, Any]:
-    """Return the JSON object that a server returns for a GET.
-
-    Raises:
-        ServerError: No response, an HTTP error, or no JSON object.
-    """
-    text = _get(url, path, key, timeout)
+    """Return the JSON object that a server returns for a GET."""
+    text = _request(url, path, key, timeout)
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -140,21 +128,14 @@ def _field(url: str, path: str, key: str | None, timeout: float, *names: str | i
     return value
 
 
-def _get(url: str, path: str, key: str | None, timeout: float) -> bytes:
-    return _request(url, path, key, timeout, None)
-
-
-def _post(url: str, path: str, body: Mapping[str, Any], key: str | None, timeout: float) -> bytes:
-    return _request(url, path, key, timeout, json.dumps(body).encode())
-
-
-def _request(url: str, path: str, key: str | None, timeout: float, body: bytes | None) -> bytes:
+def _request(url: str, path: str, key: str | None, timeout: float, body: Mapping[str, Any] | None = None) -> bytes:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     if body is not None:
         headers["Content-Type"] = "application/json"
     method = "GET" if body is None else "POST"
+    data = None if body is None else json.dumps(body).encode()
     try:
-        request = urllib.request.Request(url.rstrip("/") + path, data=body, headers=headers)
+        request = urllib.request.Request(url.rstrip("/") + path, data=data, headers=headers)
         with _opener.open(request, timeout=timeout) as response:
             return bytes(response.read())
     except urllib.error.HTTPError as error:
@@ -171,16 +152,8 @@ def find_server_problems(
 ) -> list[str]:
     """Return every problem of one server, with the flag that fixes it.
 
-    Args:
-        url: URL of the server.
-        needs: Requirements of the run.
-        key: API key; None if the server has none.
-        timeout: Seconds for each request.
-        must_generate: The server must be able to generate now. False at the start of a run, whose first weight sync
-            resumes a server that an earlier trainer left paused.
-
-    Raises:
-        ServerError: The server does not respond, or is another program.
+    ``must_generate`` is False at the start of a run, whose first weight sync resumes a server that an earlier trainer
+    left paused. A server that is silent or another program raises ``ServerError``.
     """
     identify_server(url, needs.engine, key, timeout=timeout)
     problems = [IDLE] if must_generate and not is_healthy(url, key, timeout=timeout) else []
@@ -205,13 +178,10 @@ def fetch_versions(
 
     A vLLM server with our worker extension reports them. SGLang does not: its versions are those of the environment of
     ``command``, or those that its version pins.
-
-    Raises:
-        ServerError: The server does not respond.
     """
     if engine == "vllm":
         try:
-            answer = json.loads(_post(url, "/collective_rpc", {"method": _VERSIONS_CALL}, key, timeout))
+            answer = json.loads(_request(url, "/collective_rpc", key, timeout, {"method": _VERSIONS_CALL}))
             return parse_versions(answer["results"][0])
         except (ServerError, ValueError, LookupError, TypeError):
             # Without the extension, or with one of an older version of this package.

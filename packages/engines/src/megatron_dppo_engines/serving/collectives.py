@@ -71,7 +71,7 @@ def assumed_versions(engine: Engine, version: str) -> CollectiveVersions:
 def pinned_versions(engine: Engine, version: str) -> CollectiveVersions:
     """Return what pip installs with a version of an engine; unknown versions give None."""
     torch = TORCH_OF_ENGINE[engine].get(version)
-    nccl = None if torch is None else NCCL_OF_TORCH.get(_minor(torch))
+    nccl = None if torch is None else NCCL_OF_TORCH.get(".".join(torch.split(".")[:2]))
     return CollectiveVersions(torch=torch, nccl=nccl, source=f"which {engine} {version} pins" if torch else "")
 
 
@@ -89,10 +89,7 @@ def interpreter_versions(command: Sequence[str]) -> CollectiveVersions | None:
 
 
 def find_mismatches(engine: Engine, server: CollectiveVersions, trainer: CollectiveVersions) -> Iterator[str]:
-    """Yield why the server cannot join a communicator of the trainer, with the command that fixes it.
-
-    What is not known of the server is no problem.
-    """
+    """Yield why the server cannot join a communicator of the trainer, and the fix. What is unknown is no problem."""
     if server.nccl is not None and trainer.nccl is not None and server.nccl != trainer.nccl:
         hint = f". If it has another NCCL, as in a container, state it in {STATED_NCCL}" if server.source else ""
         yield (
@@ -110,18 +107,10 @@ def find_mismatches(engine: Engine, server: CollectiveVersions, trainer: Collect
 
 
 def require_equal_versions(engine: Engine, command: Sequence[str], python: str) -> CollectiveVersions | None:
-    """Compare the environment of a server's command with that of the trainer, before servers start.
+    """Compare the environment of a server's command with that of the trainer's Python, before servers start.
 
-    Args:
-        engine: Engine of the servers.
-        command: ``rollout.servers.command``. Empty runs the servers with ``python``.
-        python: Interpreter of the trainer.
-
-    Returns:
-        Versions of the servers. None if they are unknown, or equal because both use one environment.
-
-    Raises:
-        ConfigError: NCCL differs.
+    Returns the versions of the servers; None if they are unknown, or both use one environment. Raises ``ConfigError``
+    if NCCL differs.
     """
     server = interpreter_versions(command)
     trainer = None if server is None else interpreter_versions([python])
@@ -138,10 +127,6 @@ def _pip_lines(engine: Engine, server: CollectiveVersions, trainer: CollectiveVe
     if server.torch is not None:
         lines.append(f"pip install 'torch=={server.torch.partition('+')[0]}' in the trainer's")
     return ", or ".join(lines) or f"install torch with NCCL {server.nccl} in the trainer's environment"
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
 
 
 def _shown(value: str | None) -> str:

@@ -56,14 +56,7 @@ class StopRequest:
 
 
 class ServerGroup:
-    """The servers of this machine; a context manager that leaves none behind.
-
-    Args:
-        plans: One plan for each server.
-        log_dir: Folder for ``server_0.log`` and so on.
-        start_timeout: Seconds in which a server must become healthy after its start.
-        log: Reports events to the user.
-    """
+    """The servers of this machine; a context manager that leaves none behind."""
 
     def __init__(
         self, plans: Sequence[ServerPlan], log_dir: Path, start_timeout: float, log: Callable[[str], None]
@@ -100,9 +93,8 @@ class ServerGroup:
     def wait_healthy(self, stop: StopRequest) -> bool:
         """Wait until all servers are healthy; return False if ``stop`` comes first.
 
-        Raises:
-            ServerError: A server exited, or needs more than ``start_timeout`` seconds. At the first start none is
-                restarted: it would most likely exit for the same reason.
+        One that exits or is late raises ``ServerError``. At the first start none is restarted: it would most likely
+        exit for the same reason.
         """
         while (starting := [server for server in self._servers if not server.is_healthy]) and not stop.is_due:
             for server in self._servers:
@@ -115,9 +107,7 @@ class ServerGroup:
     def watch(self, stop: StopRequest) -> None:
         """Restart servers that die, with the same arguments, until ``stop`` is due.
 
-        Raises:
-            ServerError: A server did not become healthy in ``MAX_RESTARTS`` restarts in a row; the others still run.
-            ConfigError: Its program no longer exists.
+        One that is not healthy after ``MAX_RESTARTS`` restarts in a row raises ``ServerError``; the others still run.
         """
         while not stop.is_due:
             for server in self._servers:
@@ -168,7 +158,6 @@ class _SupervisedServer:
             self.check_health()
 
     def check_health(self) -> None:
-        """Record if the server is healthy now."""
         if self.process.is_healthy(_HEALTH_SECONDS):
             self.is_healthy = True
             self._restarts = 0

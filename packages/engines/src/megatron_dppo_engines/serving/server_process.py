@@ -41,15 +41,9 @@ class ServerPlan:
 
 
 class ServerProcess:
-    """A server process; the constructor starts it.
+    """A server process; the constructor starts it, and raises ``ConfigError`` if its program does not exist.
 
-    Args:
-        plan: Command line and environment.
-        log: File that the output is appended to. Servers may print keys, so only this user can read it.
-        secrets_file: File for options that must not appear in the process list.
-
-    Raises:
-        ConfigError: The program does not exist.
+    Servers may print keys, so only this user can read the log, to which the output is appended.
     """
 
     def __init__(self, plan: ServerPlan, log: Path, secrets_file: Path) -> None:
@@ -59,11 +53,7 @@ class ServerProcess:
         self._process = self._start()
 
     def restart(self) -> None:
-        """Kill what is left of the server, and start it again in the same way.
-
-        Raises:
-            ConfigError: The program no longer exists.
-        """
+        """Kill what is left of the server, and start it again in the same way."""
         self.kill()
         end = time.monotonic() + _PORT_SECONDS
         while self.plan.listens and not _is_free(self.plan.url) and time.monotonic() < end:
@@ -137,11 +127,7 @@ class ServerProcess:
 
 
 def require_free(url: str) -> None:
-    """Check that an address is free: a server that runs there would respond in place of the new one.
-
-    Raises:
-        ConfigError: The address is in use, or is no address of this machine.
-    """
+    """Check that an address is free: a server that runs there would respond in place of the new one."""
     try:
         _bind(url)
     except OSError as error:
@@ -174,11 +160,7 @@ def _is_free(url: str) -> bool:
 
 
 def _bind(url: str) -> None:
-    """Bind a socket to an address, and close it.
-
-    Raises:
-        OSError: The address cannot be used.
-    """
+    """Bind a socket to an address, and close it; ``OSError`` if the address cannot be used."""
     host = str(urlsplit(url).hostname)
     port = urlsplit(url).port
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

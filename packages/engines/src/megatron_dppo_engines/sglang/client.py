@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_dppo_engines.server import GenerateRequest, Generation, ServerInfo
 from megatron_dppo_engines.servers.fields import parse_policy_version, require_integer, require_object
-from megatron_dppo_engines.servers.http import Deadlines
 from megatron_dppo_engines.servers.wire import max_response_bytes
 from megatron_dppo_engines.sglang.weights import SGLangWeightUpdates
 from megatron_dppo_engines.sglang.wire import decode_generation, generate_body, parse_engine_version, wire_id
@@ -33,17 +29,6 @@ class SGLangServer(SGLangWeightUpdates):
     _liveness_path = "/model_info"
     _no_tokenizer_statuses = (400, 404, 500)
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        api_key: str | None = None,
-        admin_api_key: str | None = None,
-        deadlines: Deadlines | None = None,
-        adapter: bool = False,
-    ) -> None:
-        super().__init__(url, api_key=api_key, admin_api_key=admin_api_key, deadlines=deadlines, adapter=adapter)
-
     def _health_path(self) -> str:
         # SGLang's health check generates a token. A paused server cannot, and would count as unhealthy from then on.
         return "/model_info" if self._is_paused else "/health"
@@ -54,21 +39,19 @@ class SGLangServer(SGLangWeightUpdates):
         server = await self._server_info()
         # A server that was restarted may be of another version.
         self._cached_version = parse_engine_version(server["version"])
+        limit = server.get("context_length") or server.get("max_req_input_len") or 0
         return ServerInfo(
             engine="sglang",
             engine_version=str(server["version"]),
             model=str(model.get("model_path")),
             policy_version=parse_policy_version(model.get("weight_version")),
-            max_context=self._max_context(server),
+            # The limit on prompts, if the server was started without one on sequences.
+            max_context=require_integer(limit, self.url + "/server_info", "context_length or max_req_input_len"),
             world_size=require_integer(server.get("tp_size", 1), self.url + "/server_info", "tp_size"),
         )
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Continue a sequence.
-
-        Raises:
-            ServerError: No response or an HTTP error. ``ContractViolation`` if the response lacks a requested field.
-        """
+        """Continue a sequence; ``ContractViolation`` if the response lacks a requested field."""
         flat = await self._engine_version() >= _FLAT_TOPK_VERSION
         body = generate_body(request, flat=flat, adapter=self._adapter)
         response = await self._http.post(
@@ -80,8 +63,3 @@ class SGLangServer(SGLangWeightUpdates):
         """Abort one request, or all; each returns its tokens so far."""
         body: dict[str, object] = {"abort_all": True} if request_id is None else {"rid": wire_id(request_id)}
         await self._admin.post("/abort_request", body, timeout=self._deadlines.alive, repeat=True)
-
-    def _max_context(self, server: Mapping[str, Any]) -> int:
-        """Return the longest sequence; the server's limit on prompts if it was started without one."""
-        limit = server.get("context_length") or server.get("max_req_input_len") or 0
-        return require_integer(limit, self.url + "/server_info", "context_length or max_req_input_len")

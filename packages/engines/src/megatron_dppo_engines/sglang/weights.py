@@ -85,11 +85,7 @@ class SGLangWeightUpdates(ServerClient):
         await self._update("/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": folder})
 
     async def begin_update(self) -> None:
-        """See ``InferenceServer``.
-
-        Raises:
-            RuntimeError: The server is not paused: it would respond with half of the new weights.
-        """
+        """See ``InferenceServer``."""
         if not self._is_paused:
             raise RuntimeError(f"{self.url}: begin_update without pause")
         await self._set_version(self._unfinished_version)
@@ -110,9 +106,12 @@ class SGLangWeightUpdates(ServerClient):
         """See ``InferenceServer``. SGLang exits if it cannot open a handle."""
         # For its check only.
         await self._tp_size()
+        # One pickle for each rank of the server. Nothing is ever unpickled in this process.
+        buckets = [as_flattened_bucket(handle, names, dtypes, shapes) for handle in handles]
+        encoded = [base64.b64encode(bucket).decode() for bucket in buckets]
+        body = {"serialized_named_tensors": encoded, "load_format": "flattened_bucket", **_KEEP_CACHES}
         try:
-            buckets = [as_flattened_bucket(handle, names, dtypes, shapes) for handle in handles]
-            await self._receive_buckets(buckets)
+            await self._update("/update_weights_from_tensor", body)
         except ServerError as error:
             # Without a status the server has not responded: it may have exited.
             if error.status is not None:
@@ -122,18 +121,8 @@ class SGLangWeightUpdates(ServerClient):
             hint = f"if it has ended, it could not open the trainer's memory, as when {cause} (its log has the reason)"
             raise ServerError(error.url, f"{error.detail}; {hint}") from error
 
-    async def _receive_buckets(self, buckets: Sequence[bytes]) -> None:
-        """Send one pickle for each rank of the server. Nothing is ever unpickled in this process."""
-        encoded = [base64.b64encode(bucket).decode() for bucket in buckets]
-        body = {"serialized_named_tensors": encoded, "load_format": "flattened_bucket", **_KEEP_CACHES}
-        await self._update("/update_weights_from_tensor", body)
-
     async def join_group(self, host: str, port: int, rank_offset: int, world_size: int, backend: str) -> None:
-        """See ``InferenceServer``.
-
-        Raises:
-            ConfigError: The server has data or pipeline parallelism, whose ranks SGLang cannot tell apart here.
-        """
+        """See ``InferenceServer``."""
         # For its check only.
         await self._tp_size()
         name = transfer_group_name(host, port)
@@ -195,7 +184,11 @@ class SGLangWeightUpdates(ServerClient):
             return tuple(
                 RankDigests(
                     tp_rank=_parallelism_info(rank)["tp_rank"],
-                    digests={_plain_name(name): digest for name, digest in rank["checksums"].items()},
+                    # By the names that vLLM gives the same tensors.
+                    digests={
+                        name.replace(".fused_qkv_a_proj_with_mqa.", ".fused_qkv_a_proj."): digest
+                        for name, digest in rank["checksums"].items()
+                    },
                 )
                 for rank in ranks
             )
@@ -233,12 +226,9 @@ class SGLangWeightUpdates(ServerClient):
         await self._update("/resume_memory_occupation", {"tags": [tag]})
 
     async def _tp_size(self) -> int:
-        """Return the number of ranks.
+        """Return the number of ranks; refuse replicas and pipeline stages, which SGLang cannot tell apart here.
 
         With data-parallel attention the replicas are inside of the tensor-parallel ranks.
-
-        Raises:
-            ConfigError: The server has replicas or pipeline parallelism.
         """
         info = await self._server_info()
         for key, flag in (("dp_size", "--dp-size"), ("pp_size", "--pp-size")):
@@ -262,8 +252,3 @@ def _parallelism_info(rank: dict[str, Any]) -> dict[str, int]:
     """Return the ranks of a process in the server; since 0.5.21 they are in a list with those of draft models."""
     info = rank["parallelism_info"]
     return info[0] if isinstance(info, list) else info
-
-
-def _plain_name(name: str) -> str:
-    """Return the name that vLLM gives the same tensor."""
-    return name.replace(".fused_qkv_a_proj_with_mqa.", ".fused_qkv_a_proj.")

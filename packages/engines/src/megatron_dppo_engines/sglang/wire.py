@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_dppo_engines.responses import FinishReason, SamplingMask, SamplingParams, VersionSpan
+from megatron_dppo_engines.responses import FinishReason, SamplingMask, SamplingParams
 from megatron_dppo_engines.server import Echo, GenerateRequest, Generation
 from megatron_dppo_engines.servers.fields import shorten
 from megatron_dppo_engines.servers.wire import (
@@ -20,7 +20,6 @@ from megatron_dppo_engines.servers.wire import (
     GenerationReader,
     apply_sampling_mask,
     common_sampling_params,
-    read_stop_reason,
     restore_infinity,
 )
 
@@ -71,12 +70,9 @@ def sampling_params(params: SamplingParams, stop_token_ids: Sequence[int]) -> di
 
 
 def generate_body(request: GenerateRequest, *, flat: bool, adapter: str | None = None) -> dict[str, Any]:
-    """Return the body of ``/generate``.
+    """Return the body of ``/generate`` for the base weights, or for a LoRA adapter of the server.
 
-    Args:
-        request: Tokens to continue.
-        flat: True if the server has the flat Top-K encoding of responses (0.5.22).
-        adapter: Name of the LoRA adapter on the server; None for the base weights.
+    ``flat`` asks for the flat Top-K encoding of responses (0.5.22).
     """
     body: dict[str, Any] = {
         "rid": wire_id(request.request_id),
@@ -102,12 +98,7 @@ def generate_body(request: GenerateRequest, *, flat: bool, adapter: str | None =
 
 
 def decode_generation(response: object, request: GenerateRequest, url: str) -> Generation:
-    """Read the response to ``generate_body``.
-
-    Raises:
-        ContractViolation: A field that the request asks for is missing or has the wrong type; names the field.
-        ServerError: The body is no response of SGLang.
-    """
+    """Read the response to ``generate_body``."""
     reader = _Reader(response, request, url)
     reason = reader.finish_reason()
     if reason == FinishReason.ABORT and not reader.is_complete():
@@ -132,97 +123,71 @@ class _Reader(GenerationReader):
     """Reader for one response of ``/generate``."""
 
     column_fields: ClassVar[Mapping[str, ColumnField]] = {}
+    path = "meta_info"
+    version_cause = f"SGLang has it since 0.5.19; update the server. If it is newer, {_MISSING}"
+    mask_fields = (_SAMPLING_MASK, _SAMPLING_LOGPROBS)
 
     def __init__(self, response: object, request: GenerateRequest, url: str) -> None:
         super().__init__(request, url, _MISSING)
         if not isinstance(response, dict) or not isinstance(response.get("meta_info"), dict):
             self.reject_body(response, "an object with output_ids and meta_info")
-        self._response: dict[str, Any] = response
-        self._meta: dict[str, Any] = response["meta_info"]
-
-    def _meta_field(self, name: str, cause: str | None = None) -> Any:
-        return self.require(self._meta, name, f"meta_info.{name}", cause)
-
-    def column_field(self, name: str) -> tuple[Any, str]:
-        """Return a field of ``meta_info`` and its path."""
-        return self._meta_field(name), f"meta_info.{name}"
+        self.response = response
+        self.parent = response["meta_info"]
 
     def is_complete(self) -> bool:
         """Return True if no requested field is missing. SGLang sends fewer if it aborts in its queue."""
-        names = ["output_token_logprobs", "weight_versions", "prompt_tokens", "completion_tokens"]
-        names += ["routed_experts"] if self._request.routing is not None else []
-        names += [self.column_fields[name].response for name in self._request.params.columns]
-        names += [_SAMPLING_MASK, _SAMPLING_LOGPROBS] if self._request.params.return_sampling_mask else []
-        has_prompt = self._response.get("prompt_token_ids") is not None
-        return has_prompt and all(self._meta.get(name) is not None for name in names)
+        names = ("output_token_logprobs", "weight_versions", "prompt_tokens", "completion_tokens")
+        return self.response.get("prompt_token_ids") is not None and self.has_requested_fields(*names)
 
     def _finish_reason_object(self) -> dict[str, Any]:
-        reason = self._meta_field("finish_reason")
+        reason = self.field("finish_reason")
         return {"type": reason} if isinstance(reason, str) else self.read_object(reason, "meta_info.finish_reason")
 
     def finish_reason(self) -> FinishReason:
-        """Return ``stop``, ``length`` or ``abort``."""
         return self.read_finish_reason(self._finish_reason_object().get("type"), "meta_info.finish_reason")
 
     def tokens(self) -> NDArray[np.int32]:
-        """Return the sampled tokens, [R]."""
-        return self.read_ids(self.require(self._response, "output_ids", "output_ids"), "output_ids")
+        return self.read_ids(self.require(self.response, "output_ids", "output_ids"), "output_ids")
 
     def echo_request_id(self) -> Echo:
-        """Return the part of the echo that every response has, also if the request was aborted in the queue."""
-        return Echo(request_id=parse_wire_id(self.read_string(self._meta_field("id"), "meta_info.id")))
+        return Echo(request_id=parse_wire_id(self.read_string(self.field("id"), "meta_info.id")))
 
-    def echo(self, best_ids: NDArray[np.int32], best_logprobs: NDArray[np.float32]) -> Echo:
-        """Return what a complete response reports about itself; both arguments have shape [R]."""
-        prompt = self.require(self._response, "prompt_token_ids", "prompt_token_ids")
-        return Echo(
-            request_id=self.echo_request_id().request_id,
-            prompt_token_ids=tuple(self.read_integers(prompt, "prompt_token_ids")),
-            prompt_length=self._count("prompt_tokens"),
-            response_length=self._count("completion_tokens"),
-            matched_stop=read_stop_reason(self._finish_reason_object().get("matched")),
-            best_token_ids=best_ids,
-            best_logprobs=best_logprobs,
-        )
+    def _counts(self) -> tuple[Mapping[str, Any], str]:
+        return self.parent, self.path
 
-    def _count(self, name: str) -> int:
-        return self.read_integer(self._meta_field(name), f"meta_info.{name}")
+    def _stop_reason(self) -> object:
+        return self._finish_reason_object().get("matched")
 
     def logprobs(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         """Return the log-probabilities of the sampled tokens, [R]."""
         field = "meta_info.output_token_logprobs"
-        values, ids = self.read_columns(self._meta_field("output_token_logprobs"), 2, field)
+        values, ids = self.read_columns(self.field("output_token_logprobs"), 2, field)
         if ids != tokens.tolist():
             self.reject(field, "belongs to other tokens than output_ids")
         return restore_infinity(self.read_float32(values, field), _LOWEST)
 
     def sampling_mask(self, length: int) -> SamplingMask:
         """Return the token ids that the sampling filters allowed for each of R tokens."""
-        value = self._meta_field(_SAMPLING_MASK, f"SGLang has it since 0.5.21. If it is newer, {_MISSING}")
+        value = self.field(_SAMPLING_MASK, f"SGLang has it since 0.5.21. If it is newer, {_MISSING}")
         return self.read_sampling_mask(value, length, f"meta_info.{_SAMPLING_MASK}")
 
     def sampling_logprobs(self, length: int) -> NDArray[np.float32]:
         """Return the log-probabilities of the sampled tokens under the softmax over their allowed ids, [R]."""
         field = f"meta_info.{_SAMPLING_LOGPROBS}"
-        value = self._meta_field(_SAMPLING_LOGPROBS, f"SGLang has it since 0.5.21. If it is newer, {_MISSING}")
+        value = self.field(_SAMPLING_LOGPROBS, f"SGLang has it since 0.5.21. If it is newer, {_MISSING}")
         values = self.read_float32(value, field)
         if len(values) != length:
             self.reject(field, f"has {len(values)} numbers, expected {length}, one a token")
         return values
 
-    def versions(self, length: int) -> tuple[VersionSpan, ...]:
-        """Return the spans of weight versions that cover the response."""
-        cause = f"SGLang has it since 0.5.19; update the server. If it is newer, {_MISSING}"
-        return self.read_version_spans(self._meta_field("weight_versions", cause), length, "meta_info.weight_versions")
-
     def candidates(self, length: int) -> Candidates:
         """Return the most probable tokens and their log-probabilities, both [R, max(K, 1)]."""
         k = max(self._request.params.topk_logprobs, 1)
         field = "meta_info.output_top_logprobs"
-        if "output_top_logprobs_val_flat_b64" in self._meta:
+        if "output_top_logprobs_val_flat_b64" in self.parent:
             ids, values = self._flat_candidates()
         else:
-            rows = self.read_array(self._meta_field("output_top_logprobs"), field)
+            rows = self.read_array(self.field("output_top_logprobs"), field)
             if any(not isinstance(row, list) or len(row) != k for row in rows):
                 self.reject(field, f"has a row that is not an array of {k} tokens")
             pairs = self.read_columns([entry for row in rows for entry in row], 2, field)
@@ -234,8 +199,8 @@ class _Reader(GenerationReader):
 
     def _flat_candidates(self) -> Candidates:
         name = "output_top_logprobs"
-        shape = self.read_integers(self._meta_field(f"{name}_shape"), f"meta_info.{name}_shape")
-        formats = [self._meta_field(f"{name}_{part}_flat_b64_dtype") for part in ("idx", "val")]
+        shape = self.read_integers(self.field(f"{name}_shape"), f"meta_info.{name}_shape")
+        formats = [self.field(f"{name}_{part}_flat_b64_dtype") for part in ("idx", "val")]
         if formats != ["int32", "float32"]:
             self.reject(f"meta_info.{name}_*_flat_b64_dtype", f"is {shorten(formats)}, expected int32 and float32")
         ids = self._packed_field(f"{name}_idx_flat_b64", "<i4")
@@ -245,16 +210,15 @@ class _Reader(GenerationReader):
         return Candidates(ids.reshape(shape).astype(np.int32), values.reshape(shape).astype(np.float32))
 
     def _packed_field(self, name: str, dtype: str) -> NDArray[Any]:
-        return self.read_packed_array(self._meta_field(name), dtype, f"meta_info.{name}")
+        return self.read_packed_array(self.field(name), dtype, f"meta_info.{name}")
 
     def routed_experts(self, response_length: int) -> Tensor | None:
-        """Return the routes ``[P + R - 1 - routing_start, L, k]``; None if the request did not ask for them."""
         shape = self._request.routing
         if shape is None:
             return None
         field = "meta_info.routed_experts"
         cause = f"start the server with --enable-return-routed-experts. If it was started so, {_MISSING}"
-        flat = self.read_packed_array(self._meta_field("routed_experts", cause), "<i4", field)
+        flat = self.read_packed_array(self.field("routed_experts", cause), "<i4", field)
         rows = self.num_route_rows(response_length)
         if flat.size != rows * shape.num_layers * shape.topk:
             self.reject(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron_dppo_engines.errors import ServerError
 from megatron_dppo_engines.server import GenerateRequest, Generation, ServerInfo
 from megatron_dppo_engines.servers.fields import parse_policy_version, require_integer, require_object
-from megatron_dppo_engines.servers.http import Deadlines
 from megatron_dppo_engines.servers.wire import max_response_bytes
 from megatron_dppo_engines.vllm.weights import VLLMWeightUpdates
 from megatron_dppo_engines.vllm.wire import decode_generation, generate_body, wire_id
@@ -28,13 +27,9 @@ class VLLMServer(VLLMWeightUpdates):
 
     _liveness_path = "/version"
     _no_tokenizer_statuses = (400, 404, 500, 501)
-
-    def __init__(
-        self, url: str, *, api_key: str | None = None, deadlines: Deadlines | None = None, adapter: bool = False
-    ) -> None:
-        # After an error vLLM closes the connection that it has just promised to keep, so each control call opens one.
-        super().__init__(url, api_key=api_key, deadlines=deadlines, adapter=adapter, keep_admin_alive=False)
-        self._returns_sampling_mask = False
+    # After an error vLLM closes the connection that it has just promised to keep, so each control call opens one.
+    _keeps_admin_alive = False
+    _returns_sampling_mask = False
 
     async def info(self) -> ServerInfo:
         """Return the server's version, model, weight version and sizes."""
@@ -55,11 +50,7 @@ class VLLMServer(VLLMWeightUpdates):
         )
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Continue a sequence. ``params.seed`` is not sent (see ``wire.sampling_params``).
-
-        Raises:
-            ServerError: No response or an HTTP error. ``ContractViolation`` if the response lacks a requested field.
-        """
+        """Continue a sequence; ``ContractViolation`` if the response lacks a requested field. No seed is sent."""
         # Remembered, because a server with the flag applies it to later requests, too.
         self._returns_sampling_mask |= request.params.return_sampling_mask
         body = generate_body(request, self._adapter)

@@ -47,7 +47,6 @@ class VLLMWeightUpdates(ServerClient):
         return self._cached_config
 
     async def _has_extension(self) -> bool:
-        """Return True if the server runs with our worker extension."""
         config = await self._config()
         return (config.get("parallel_config") or {}).get("worker_extension_cls") == _EXTENSION
 
@@ -86,12 +85,7 @@ class VLLMWeightUpdates(ServerClient):
         await self._update("/v1/load_lora_adapter", body)
 
     async def begin_update(self) -> None:
-        """See ``InferenceServer``.
-
-        Raises:
-            RuntimeError: The server is not paused: vLLM would compute with missing weights.
-            ConfigError: The server lacks our worker extension.
-        """
+        """See ``InferenceServer``."""
         if not self._is_paused:
             raise RuntimeError(f"{self.url}: begin_update without pause")
         await self._require_transfer()
@@ -108,11 +102,7 @@ class VLLMWeightUpdates(ServerClient):
         await self._update("/update_weights", {"update_info": [{**bucket, "memory": as_json(h)} for h in handles]})
 
     async def join_group(self, host: str, port: int, rank_offset: int, world_size: int, backend: str) -> None:
-        """See ``InferenceServer``.
-
-        Raises:
-            ConfigError: The server lacks our worker extension.
-        """
+        """See ``InferenceServer``."""
         await self._require_transfer()
         info = {
             "host": host,

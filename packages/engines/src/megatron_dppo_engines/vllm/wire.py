@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_dppo_engines.responses import FinishReason, SamplingMask, SamplingParams, VersionSpan
+from megatron_dppo_engines.responses import FinishReason, SamplingMask, SamplingParams
 from megatron_dppo_engines.server import Echo, GenerateRequest, Generation
 from megatron_dppo_engines.servers.fields import shorten
 from megatron_dppo_engines.servers.wire import (
@@ -22,7 +22,6 @@ from megatron_dppo_engines.servers.wire import (
     GenerationReader,
     apply_sampling_mask,
     common_sampling_params,
-    read_stop_reason,
     restore_infinity,
 )
 
@@ -67,12 +66,7 @@ def sampling_params(params: SamplingParams, stop_token_ids: Sequence[int]) -> di
 
 
 def generate_body(request: GenerateRequest, adapter: str | None = None) -> dict[str, Any]:
-    """Return the body of ``/inference/v1/generate``.
-
-    Args:
-        request: Tokens to continue.
-        adapter: Name of the LoRA adapter on the server; None for the base weights.
-    """
+    """Return the body of ``/inference/v1/generate`` for the base weights, or for a LoRA adapter of the server."""
     sampling = sampling_params(request.params, request.stop_token_ids)
     if request.routing is not None:
         sampling["routed_experts_prompt_start"] = request.routing_start
@@ -86,16 +80,12 @@ def generate_body(request: GenerateRequest, adapter: str | None = None) -> dict[
 
 
 def decode_generation(response: object, request: GenerateRequest, url: str) -> Generation:
-    """Read the response to ``generate_body``.
-
-    Raises:
-        ContractViolation: A field that the request asks for is missing or has the wrong type; names the field.
-        ServerError: The body is no response of vLLM.
-    """
+    """Read the response to ``generate_body``."""
     reader = _Reader(response, request, url)
     reason = reader.finish_reason()
     tokens = reader.tokens()
-    if not len(tokens) or (reason == FinishReason.ABORT and not reader.is_complete()):
+    if not len(tokens) or (reason == FinishReason.ABORT and not reader.has_requested_fields()):
+        # vLLM sends no routed experts for an aborted request.
         return Generation.empty(reason, reader.echo_request_id())
     entries = reader.entries(tokens)
     logprobs = reader.read_float32([entry.get("logprob") for entry in entries], f"{_CONTENT}.logprob")
@@ -112,6 +102,9 @@ class _Reader(GenerationReader):
     """Reader for one response of ``/inference/v1/generate``."""
 
     column_fields: ClassVar[Mapping[str, ColumnField]] = {}
+    path = "choices[0]"
+    version_cause = f"vLLM 0.32 has it; update the server. If it is newer, {_MISSING}"
+    mask_fields = ("sampling_mask",)
 
     def __init__(self, response: object, request: GenerateRequest, url: str) -> None:
         super().__init__(request, url, _MISSING)
@@ -119,68 +112,34 @@ class _Reader(GenerationReader):
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
             self.reject_body(response, "an object with one of choices")
         assert isinstance(response, dict)
-        self._response: dict[str, Any] = response
-        self._choice: dict[str, Any] = choices[0]
-
-    def _choice_field(self, name: str, cause: str | None = None) -> Any:
-        return self.require(self._choice, name, f"choices[0].{name}", cause)
-
-    def column_field(self, name: str) -> tuple[Any, str]:
-        """Return a field of the choice and its path."""
-        return self._choice_field(name), f"choices[0].{name}"
+        self.response = response
+        self.parent = choices[0]
 
     def finish_reason(self) -> FinishReason:
-        """Return ``stop``, ``length`` or ``abort``."""
-        return self.read_finish_reason(self._choice_field("finish_reason"), "choices[0].finish_reason")
+        return self.read_finish_reason(self.field("finish_reason"), "choices[0].finish_reason")
 
     def tokens(self) -> NDArray[np.int32]:
-        """Return the sampled tokens, [R]."""
-        return self.read_ids(self._choice_field("token_ids"), "choices[0].token_ids")
-
-    def is_complete(self) -> bool:
-        """Return True if every requested field is there. vLLM sends no routed experts for an aborted request."""
-        names = ["routed_experts"] if self._request.routing is not None else []
-        names += [self.column_fields[name].response for name in self._request.params.columns]
-        names += ["sampling_mask"] if self._request.params.return_sampling_mask else []
-        return all(self._choice.get(name) is not None for name in names)
+        return self.read_ids(self.field("token_ids"), "choices[0].token_ids")
 
     def echo_request_id(self) -> Echo:
-        """Return the part of the echo that every response has."""
-        name = self.read_string(self.require(self._response, "request_id", "request_id"), "request_id")
+        name = self.read_string(self.require(self.response, "request_id", "request_id"), "request_id")
         return Echo(request_id=name.removeprefix(_PREFIX))
 
-    def echo(self, best_ids: NDArray[np.int32], best_logprobs: NDArray[np.float32]) -> Echo:
-        """Return what a complete response reports about itself; both arguments have shape [R]."""
-        usage = self.read_object(self.require(self._response, "usage", "usage"), "usage")
-        keys = ("prompt_tokens", "completion_tokens")
-        counts = [self.read_integer(self.require(usage, key, f"usage.{key}"), f"usage.{key}") for key in keys]
-        prompt = self.require(self._response, "prompt_token_ids", "prompt_token_ids")
-        return Echo(
-            request_id=self.echo_request_id().request_id,
-            prompt_token_ids=tuple(self.read_integers(prompt, "prompt_token_ids")),
-            prompt_length=counts[0],
-            response_length=counts[1],
-            matched_stop=read_stop_reason(self._choice.get("stop_reason")),
-            best_token_ids=best_ids,
-            best_logprobs=best_logprobs,
-        )
+    def _counts(self) -> tuple[Mapping[str, Any], str]:
+        return self.read_object(self.require(self.response, "usage", "usage"), "usage"), "usage"
+
+    def _stop_reason(self) -> object:
+        return self.parent.get("stop_reason")
 
     def entries(self, tokens: NDArray[np.int32]) -> list[dict[str, Any]]:
         """Return R entries ``{token_id, logprob, top_logprobs}``."""
-        logprobs = self.read_object(self._choice_field("logprobs"), "choices[0].logprobs")
+        logprobs = self.read_object(self.field("logprobs"), "choices[0].logprobs")
         entries = self.read_array(self.require(logprobs, "content", _CONTENT), _CONTENT)
         if not set(map(type, entries)) <= {dict}:
             self.reject(_CONTENT, "has an entry that is no object")
         if [entry.get("token_id") for entry in entries] != tokens.tolist():
             self.reject(_CONTENT, "belongs to other tokens than choices[0].token_ids")
         return entries
-
-    def versions(self, length: int) -> tuple[VersionSpan, ...]:
-        """Return the spans of weight versions that cover the response."""
-        cause = f"vLLM 0.32 has it; update the server. If it is newer, {_MISSING}"
-        return self.read_version_spans(
-            self._choice_field("weight_versions", cause), length, "choices[0].weight_versions"
-        )
 
     def candidates(self, entries: Sequence[dict[str, Any]]) -> Candidates:
         """Return the most probable tokens and their log-probabilities, both [R, max(K, 1)]."""
@@ -212,7 +171,7 @@ class _Reader(GenerationReader):
     def sampling_mask(self, length: int) -> SamplingMask:
         """Return the token ids that the sampling filters allowed for each of R tokens."""
         cause = f"start the server with --return-sampling-mask (needs a GPU). If it was started so, {_MISSING}"
-        return self.read_sampling_mask(self._choice_field("sampling_mask", cause), length, "choices[0].sampling_mask")
+        return self.read_sampling_mask(self.field("sampling_mask", cause), length, "choices[0].sampling_mask")
 
     def _require_all_ranks(self, cells: NDArray[np.int64], length: int, k: int) -> None:
         """Reject the response if a step lacks the token of a rank."""
@@ -224,13 +183,12 @@ class _Reader(GenerationReader):
             self.reject(f"{_CONTENT}[{step}].top_logprobs", detail)
 
     def routed_experts(self, response_length: int) -> Tensor | None:
-        """Return the routes ``[P + R - 1 - routing_start, L, k]``; None if the request did not ask for them."""
         shape = self._request.routing
         if shape is None:
             return None
         field = "choices[0].routed_experts"
         cause = f"start the server with --enable-return-routed-experts (needs a GPU). If it was started so, {_MISSING}"
-        routes = self._read_numpy_file(self._choice_field("routed_experts", cause), field)
+        routes = self._read_numpy_file(self.field("routed_experts", cause), field)
         # int64, because 255 of a uint8 could be taken for a missing row.
         return self.compact(torch.from_numpy(routes.astype(np.int64)), shape, field, response_length)
 

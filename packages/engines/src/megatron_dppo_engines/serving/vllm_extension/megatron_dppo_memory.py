@@ -19,10 +19,6 @@ def copy_from_handle(handle: dict[str, Any], device: torch.device) -> Tensor:
 
     A copy, since vLLM keeps parts of it until a layer is complete, and the trainer's memory is released with the
     response. Torch waits for the copy when it releases the memory.
-
-    Raises:
-        ValueError: The memory is on another device.
-        RuntimeError: The memory does not exist.
     """
     worker_uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
     if handle.get("device") != worker_uuid:

@@ -242,11 +242,7 @@ def close(model: nn.Module, model_config: Any) -> None:
 
 
 def read_folder(folder: str) -> Iterator[tuple[str, Tensor]]:
-    """Return an iterator over all tensors of a Hugging Face folder.
-
-    Raises:
-        ValueError: The folder has no tensors, or a file is broken; nothing was read yet.
-    """
+    """Return an iterator over all tensors of a folder; ``ValueError`` at once if a file is missing or broken."""
     files = sorted(Path(folder).glob("*.safetensors"))
     index = Path(folder) / "model.safetensors.index.json"
     try:

@@ -48,11 +48,7 @@ def has_kernel(device: torch.device) -> bool:
 
 
 class TensorDigests:
-    """Digests of many tensors whose bytes arrive in parts, in any order.
-
-    Args:
-        algorithm: ``sha256`` or ``words``.
-    """
+    """Digests of many tensors whose bytes arrive in parts, in any order."""
 
     def __init__(self, algorithm: str) -> None:
         self.algorithm = algorithm
@@ -62,11 +58,8 @@ class TensorDigests:
     def add(self, key: Hashable, start: int, tensor: Tensor, cut: Cut | None = None) -> None:
         """Add the parts of all ranks; all parts of a target together have no gap and no overlap.
 
-        Args:
-            key: Name of the target.
-            start: Position of the part in its target, in bytes.
-            tensor: Whole tensor. On a GPU it must not change before ``flush``.
-            cut: Division between the ranks. None: one rank has all.
+        The part starts at byte ``start`` of its target. On a GPU the tensor must not change before ``flush``. Without a
+        cut one rank has all.
         """
         data = as_bytes(tensor)
         if cut is None:
@@ -86,11 +79,7 @@ class TensorDigests:
             self._batched.flush()
 
     def hexdigests(self, keys: Iterable[Hashable] | None = None) -> dict[Hashable, list[str]]:
-        """Return the hexadecimal digests of targets, one for each rank.
-
-        Args:
-            keys: Targets of which all parts were added. None: all targets.
-        """
+        """Return the hexadecimal digests of complete targets (None: all), one for each rank."""
         digests = {} if self._batched is None else self._batched.hexdigests()
         selected = [*self._parts, *digests] if keys is None else keys
         return {key: digests[key] if key in digests else [p.hexdigest() for p in self._parts[key]] for key in selected}

@@ -28,7 +28,6 @@ class _Row(NamedTuple):
     """End of its programs in the batch, exclusive."""
     first_program: int
     address: int
-    """Address of the tensor."""
     count: int
     """Size of one rank's part."""
     width: int
@@ -81,17 +80,7 @@ class BatchedWords:
         self._sums: list[Tensor] = []
 
     def add(self, key: Hashable, start: int, data: Tensor, cut: Cut) -> None:
-        """Add the parts of all ranks.
-
-        Args:
-            key: Name of the target.
-            start: Position of the part in its target, in bytes.
-            data: Bytes of the whole tensor, uint8 [bytes].
-            cut: Division between the ranks.
-
-        Raises:
-            ValueError: The tensor has 2**31 words or more.
-        """
+        """Add the parts of all ranks in a tensor of these bytes; ``start`` is in bytes of the target."""
         target = self._targets.setdefault(key, _Target(len(self._targets), cut.ranks))
         if start % 4 or data.numel() % 4 or data.data_ptr() % 4 or not cut.is_of_words:
             target.odd[start] = torch.stack([cut.part(data, rank) for rank in range(cut.ranks)])
@@ -193,10 +182,7 @@ class BatchedWords:
     def _sum_by_tile(self, tiles: np.ndarray, first_tile: np.ndarray, num_tiles: int) -> Tensor:
         """Return the sums of all pieces of each tile. Shape [num_tiles, 2], int64.
 
-        Args:
-            tiles: Number of tiles of each target on one rank.
-            first_tile: First tile of each target on rank 0.
-            num_tiles: Number of all tiles.
+        A target has ``tiles`` on each rank. ``first_tile`` is its first one on rank 0.
         """
         table = np.concatenate(self._tables)
         sums = torch.cat(self._sums)

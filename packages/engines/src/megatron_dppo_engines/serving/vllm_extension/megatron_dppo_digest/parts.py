@@ -45,12 +45,7 @@ class Cut(NamedTuple):
         return not (self.width % 4 or self.stride % 4 or self.step % 4)
 
     def part(self, data: Tensor, rank: int) -> Tensor:
-        """Return the part of a rank.
-
-        Args:
-            data: Bytes of the tensor, uint8 [bytes].
-            rank: Rank of the server.
-        """
+        """Return the part of a server's rank in the bytes of a tensor."""
         first = rank // self.share * self.step
         if self.rows > 1:
             return data.view(self.rows, self.stride)[:, first : first + self.width].reshape(-1)
@@ -63,9 +58,6 @@ class PartsDigest:
 
     With ``sha256`` a part that arrives early is stored until its turn. With ``words`` only a part that does not start
     and end at a word is stored.
-
-    Args:
-        algorithm: ``sha256`` or ``words``.
     """
 
     def __init__(self, algorithm: str) -> None:
@@ -110,11 +102,7 @@ def _as_words(data: Tensor) -> Tensor:
 
 
 def join_runs(parts: dict[int, Tensor]) -> list[tuple[int, Tensor]]:
-    """Return the parts joined where one ends at the start of the next, with zeros up to the end of the last word.
-
-    Args:
-        parts: Bytes by their start, uint8 [..., bytes].
-    """
+    """Join parts, uint8 [..., bytes] by start, where one follows another; zeros fill the last word."""
     runs: list[tuple[int, list[Tensor]]] = []
     end = -1
     for start, data in sorted(parts.items(), key=lambda item: item[0]):

@@ -22,7 +22,6 @@ CONSTANTS = {
     "SEED_1": SEED_1,
     "SEED_2": SEED_2,
 }
-"""Compile-time constants of the kernel."""
 
 
 def mix(words: Tensor) -> Tensor:

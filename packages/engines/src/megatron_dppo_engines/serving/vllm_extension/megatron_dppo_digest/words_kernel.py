@@ -18,14 +18,7 @@ BLOCK = 1024
 
 
 def hash_parts(table: Tensor, sums: Tensor, num_fields: int, constants: Mapping[str, int]) -> None:
-    """Launch ``hash_parts_kernel``.
-
-    Args:
-        table: Shape [num_rows, num_fields], int64.
-        sums: Result. Shape [number of programs, 2], int32.
-        num_fields: Number of columns.
-        constants: ``CONSTANTS`` of ``megatron_dppo_digest``.
-    """
+    """Launch the kernel for a table [num_rows, num_fields], int64, and sums [number of programs, 2], int32."""
     hash_parts_kernel[(len(sums),)](
         table, sums, len(table), FIELDS=num_fields, BLOCK=BLOCK, **constants, num_warps=NUM_WARPS
     )
@@ -55,21 +48,9 @@ def hash_parts_kernel(
     SEED_1: tl.constexpr,
     SEED_2: tl.constexpr,
 ) -> None:
-    """Write the two sums of each piece: words of one part in one tile.
+    """Write the two sums of each piece: words of one part in one tile, ``BLOCK`` words at a time.
 
-    Args:
-        table: Shape [num_rows, FIELDS], int64; the columns are the fields of ``_Row``.
-        sums: Result. Shape [number of programs, 2], int32.
-        num_rows: Number of rows.
-        FIELDS: Number of columns.
-        TILE: Words of a tile.
-        BLOCK: Words that are read at a time; divides ``TILE``.
-        MIX_1: First factor of the finalizer.
-        MIX_2: Second factor of the finalizer.
-        POSITION_1: Factor of the position in the first sum.
-        POSITION_2: Factor of the position in the second sum.
-        SEED_1: Seed of the first sum.
-        SEED_2: Seed of the second sum.
+    The columns of the table are the fields of ``_Row``.
     """
     program = tl.program_id(0)
     # The row whose programs include this one: the first with an end above it.
