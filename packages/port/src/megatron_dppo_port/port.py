@@ -97,16 +97,7 @@ def port(
 
 
 def translate(source: SourceFile, name: str, version: str | None = None) -> PortedConfig:
-    """Translate the settings of a file.
-
-    Args:
-        source: Settings of the file.
-        name: Name of the run, if the file has none.
-        version: Version of the framework whose defaults apply. None uses the newest release.
-
-    Raises:
-        ConfigError: The version is unknown.
-    """
+    """Translate the settings of a file. ``name`` is that of a run whose file has none."""
     if len(source.settings) > _MAX_SETTINGS:
         raise ConfigError(f"The file has {len(source.settings):,} settings, more than {_MAX_SETTINGS:,}. {_FIX}")
     version = version or default_version(source.framework)

@@ -76,11 +76,7 @@ class SourceFile:
 
 
 def read_shell(path: Path, root: Path, variables: Mapping[str, str]) -> SourceFile:
-    """Read a launch script of verl or slime.
-
-    Raises:
-        ConfigError: The script has no training command, or several.
-    """
+    """Read a launch script of verl or slime."""
     environment = {name: os.environ[name] for name in _KNOWN_VARIABLES if name in os.environ} | dict(variables)
     script = read_script(read_text(path), environment, path, root)
     launch = find_launch(path, script, first_argument)
@@ -98,11 +94,7 @@ def read_shell(path: Path, root: Path, variables: Mapping[str, str]) -> SourceFi
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """Return the text of a file."""
     try:
         return read_regular_file(path, MAX_FILE_BYTES).decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -236,11 +228,7 @@ def _is_opaque(text: str, setting: Setting) -> bool:
 
 
 def read_yaml(path: Path, root: Path, variables: Mapping[str, str]) -> SourceFile:
-    """Read verl's settings as YAML.
-
-    Raises:
-        ConfigError: The file is not YAML, or has none of verl's tables.
-    """
+    """Read verl's settings as YAML."""
     values = _load_yaml(path)
     if not {"actor_rollout_ref", "data", "trainer"} & values.keys():
         name = next((str(key) for key in values if key in FOREIGN_KEY_NAMES), "num_generations")
@@ -276,9 +264,7 @@ def _load_yaml(path: Path) -> dict[str, Any]:
 def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
     """Return the characters and nodes of a YAML node with a copy for each alias.
 
-    Args:
-        node: The node.
-        sizes: Sizes by the identity of a node. 0 marks one whose parts are being counted.
+    A size of 0 in ``sizes``, by identity, marks a node whose parts are being counted.
     """
     size = sizes.get(id(node))
     if size is None:
@@ -310,11 +296,7 @@ def resolve_references(source: SourceFile) -> None:
 
 
 def read_toml(path: Path, root: Path, variables: Mapping[str, str]) -> SourceFile:
-    """Read prime-rl's configuration.
-
-    Raises:
-        ConfigError: The file is not TOML, or has none of prime-rl's tables.
-    """
+    """Read prime-rl's configuration."""
     try:
         values = tomllib.loads(read_text(path))
     except ValueError as error:

@@ -41,11 +41,7 @@ class Expander:
         self._arithmetic = Arithmetic(lambda: self.state, self._operand)
 
     def integer(self, node: Node) -> int:
-        """Return the value of an arithmetic expression.
-
-        Raises:
-            UnknownValueError: A part of it is unknown or no integer.
-        """
+        """Return the value of an arithmetic expression."""
         return self._arithmetic.integer(node)
 
     def _operand(self, node: Node) -> Word:

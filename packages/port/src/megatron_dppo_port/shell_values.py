@@ -166,12 +166,7 @@ class State:
 
 
 def merge_states(states: Sequence[State], line: int) -> State:
-    """Return the state after branches of which any may have been taken.
-
-    Args:
-        states: State at the end of each branch.
-        line: Line of the condition, for the reasons.
-    """
+    """Return the state after branches of which any may have been taken. ``line`` is that of the condition."""
     merged = states[0].copy()
     for state in states[1:]:
         for name in [*merged.variables, *(name for name in state.variables if name not in merged.variables)]:
