@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,34 +24,13 @@ if TYPE_CHECKING:
 
 _KNOWN_VARIABLES = ("HOME", "PWD", "USER")
 """Environment variables that paths in a script may use."""
-_NOT_PROGRAMS = (
-    "echo",
-    "printf",
-    "pkill",
-    "kill",
-    "pgrep",
-    "ps",
-    "grep",
-    "cat",
-    "ls",
-    "cp",
-    "mv",
-    "rm",
-    "vim",
-    "sed",
-    "tail",
-)
+_NOT_PROGRAMS = re.compile(r"(.*/)?(echo|printf|pkill|kill|pgrep|ps|grep|cat|ls|cp|mv|rm|vim|sed|tail)", re.DOTALL)
 _PROGRAMS = ("train.py", "train_async.py", "main_ppo.py", "main_dapo.py", "fully_async_main.py")
 _MODULES = re.compile(r"(^|\.)(\w*main_\w+|fully_async_main|train|train_async)$")
 _OTHER_PROGRAMS = re.compile(r"sft|generation|eval|convert")
 _VERL_PROGRAMS = re.compile(r"^verl\.|(^|\.)main_dapo$|main_(ppo|dapo)\.py$|fully_async_main\.py$")
 """Programs whose loss is the one that verl's settings name."""
-_SHIPPED_CONFIGS = (
-    "ppo_trainer",
-    "ppo_megatron_trainer",
-    "fully_async_ppo_trainer",
-    "fully_async_ppo_megatron_trainer",
-)
+_SHIPPED_CONFIG = re.compile(r"(fully_async_)?ppo_(megatron_)?trainer")
 """Names of verl's own configurations. Their values are the defaults of its version."""
 _KEY = re.compile(r"[+~]*[A-Za-z_][\w./@-]*=")
 _NODE_STEPS = 50
@@ -82,14 +61,13 @@ def read_shell(path: Path, root: Path, variables: Mapping[str, str]) -> SourceFi
     launch = find_launch(path, script, first_argument)
     program = launch.program[-1].text
     is_slime = program.rpartition("/")[2] in _PROGRAMS[:2] or program.rpartition(".")[2] in ("train", "train_async")
-    if is_slime:
-        source = SourceFile("slime", problems=launch.problems)
-        if "train_async" in program:
-            source.defaults = dict(SLIME_ASYNC)
-        _parse_flags(source, launch.arguments)
-    else:
-        source = SourceFile("verl", problems=launch.problems)
+    source = SourceFile("slime" if is_slime else "verl", problems=launch.problems)
+    if not is_slime:
         _read_verl_launch(source, launch, path, root)
+        return source
+    if "train_async" in program:
+        source.defaults = dict(SLIME_ASYNC)
+    _parse_flags(source, launch.arguments)
     return source
 
 
@@ -105,7 +83,7 @@ def read_text(path: Path) -> str:
 
 def first_argument(words: Sequence[str]) -> int | None:
     """Return the index of the first argument of a training program. None for other commands."""
-    if words and words[0].rpartition("/")[2] in _NOT_PROGRAMS:
+    if words and _NOT_PROGRAMS.fullmatch(words[0]):
         return None
     for i, word in enumerate(words):
         module = words[i + 1] if i + 1 < len(words) else ""
@@ -127,7 +105,7 @@ def _read_verl_launch(source: SourceFile, launch: Launch, path: Path, root: Path
         source.problems.append(f"{program} is not verl's own program and may have another loss. Fix: check [loss]")
     name = _option(launch.arguments, ("--config-name", "-cn"))
     folder = _option(launch.arguments, ("--config-path", "-cp"))
-    if name is not None and name.text.removesuffix(".yaml") not in _SHIPPED_CONFIGS:
+    if name is not None and not _SHIPPED_CONFIG.fullmatch(name.text.removesuffix(".yaml")):
         _read_hydra_config(source, name, folder, path, root, program)
     _parse_overrides(source, launch.arguments)
     resolve_references(source)
@@ -153,10 +131,14 @@ def _read_hydra_config(
             "verl's repository, if it has the file"
         )
         return
-    values = _load_yaml(file)
-    for entry in values.pop("defaults", []):
-        if str(entry) not in (*_SHIPPED_CONFIGS, "_self_"):
-            source.problems.append(f"{file.name}: its entry {entry!r} in defaults was not read; it may set any key")
+    _add_yaml(source, _load_yaml(file), f"{file.name}: its entry")
+
+
+def _add_yaml(source: SourceFile, values: dict[str, Any], entry_name: str) -> None:
+    """Add the settings of hydra's YAML, and a problem for each other file that it names."""
+    for entry in values.pop("defaults", None) or []:
+        if entry != "_self_" and not _SHIPPED_CONFIG.fullmatch(str(entry)):
+            source.problems.append(f"{entry_name} {entry!r} in defaults was not read; it may set any key")
     source.settings |= {key: Setting(value) for key, value in flatten(values) if not key.startswith("hydra.")}
 
 
@@ -192,8 +174,7 @@ def _parse_overrides(source: SourceFile, words: Sequence[Word]) -> None:
 
 
 def _setting(word: Word, value: Any) -> Setting:
-    reason = word.unknown or word.blank
-    return Setting(value, reason)
+    return Setting(value, word.unknown or word.blank)
 
 
 def _add_opaque(source: SourceFile, word: Word) -> None:
@@ -213,9 +194,8 @@ def _parse_flags(source: SourceFile, words: Sequence[Word]) -> None:
         elif not text and word.unknown:
             continue
         elif key and not (word.unknown and _is_opaque(text, source.settings[key])):
-            setting = source.settings[key]
-            setting.value.append(text)
-            source.settings[key] = Setting(setting.value, setting.unread or word.unknown or word.blank)
+            before = source.settings[key]
+            source.settings[key] = Setting([*before.value, text], before.unread or word.unknown or word.blank)
         elif word.unknown:
             _add_opaque(source, word)
     if "custom-config-path" in source.settings:
@@ -235,10 +215,7 @@ def read_yaml(path: Path, root: Path, variables: Mapping[str, str]) -> SourceFil
         tables = "expected verl's tables (actor_rollout_ref, data, trainer)"
         raise ConfigError(f"{str(path)!r}: {tables}. {OTHER_FILES.format(name=name)}")
     source = SourceFile("verl")
-    for entry in values.pop("defaults", None) or []:
-        if str(entry) not in (*_SHIPPED_CONFIGS, "_self_"):
-            source.problems.append(f"the entry {entry!r} in defaults was not read; it may set any key")
-    source.settings = {key: Setting(value) for key, value in flatten(values) if not key.startswith("hydra.")}
+    _add_yaml(source, values, "the entry")
     resolve_references(source)
     return source
 
@@ -315,11 +292,7 @@ def flatten(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
         if isinstance(value, dict) and value:
             yield from flatten(value, name + ".")
         elif isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
-            yield from _flatten_list(value, name)
+            for i, part in enumerate(value):
+                yield from flatten(part, f"{name}[{i}].")
         else:
             yield name, value
-
-
-def _flatten_list(parts: Iterable[Mapping[str, Any]], name: str) -> Iterator[tuple[str, Any]]:
-    for i, part in enumerate(parts):
-        yield from flatten(part, f"{name}[{i}].")
