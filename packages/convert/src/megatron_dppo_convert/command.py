@@ -64,9 +64,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     Returns:
         The exit code: 0, or 1 if ``check`` finds a difference.
-
-    Raises:
-        UserError: Arguments or files cannot be used.
     """
     if overrides:
         raise ConfigError(
@@ -86,11 +83,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def _layout(options: argparse.Namespace) -> ParallelConfig:
-    """Return the layout from the arguments.
-
-    Raises:
-        ConfigError: A size below 1.
-    """
+    """Return the layout from the arguments."""
     sizes = {name: value for name in _SIZE_KEYS if (value := getattr(options, name)) is not None}
     for name, value in sizes.items():
         if value < 1:
@@ -101,11 +94,7 @@ def _layout(options: argparse.Namespace) -> ParallelConfig:
 
 
 def _new_folder(path: str) -> Path:
-    """Return the output folder of a conversion.
-
-    Raises:
-        CheckpointError: The path exists.
-    """
+    """Return the output folder of a conversion."""
     if Path(path).exists():
         raise CheckpointError(f"{path} already exists; choose another folder or delete it")
     return Path(path)

@@ -17,16 +17,7 @@ from megatron_dppo_engines.weight_files import ADAPTER_FILE
 
 
 def fuse_adapter(source: Path, target: Path) -> None:
-    """Write the adapters of a run in the layout of ``fuse_experts``.
-
-    Args:
-        source: Hf-adapter/ of a run.
-        target: New folder.
-
-    Raises:
-        CheckpointError: ``source`` has no adapters.
-        DiskError: The folder cannot be written.
-    """
+    """Write the adapters of a run in the layout of ``fuse_experts``."""
     weights = source / ADAPTER_FILE
     if not weights.is_file():
         raise CheckpointError(f"{source} has no adapter_model.safetensors; name the hf-adapter/ of a run")
@@ -38,13 +29,6 @@ def fuse_experts(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tu
     """Return the layout of PEFT 0.18 for transformers 5, which keeps the weights of all experts in one parameter.
 
     PEFT 0.18 expects ``[experts, in, out]`` but the parameter is ``[experts, out, in]``, so A and B change their names.
-
-    Args:
-        tensors: Adapters by PEFT's names, one pair per expert.
-        config: PEFT configuration.
-
-    Returns:
-        Tensors and configuration.
     """
     result = dict(tensors)
     layers = dict[str, dict[tuple[int, str], dict[str, Tensor]]]()

@@ -16,14 +16,7 @@ from megatron_dppo.hf.weight_files import FolderWeights
 def quantize_folder(source: Path, target: Path, form: Format, dtype: torch.dtype) -> int:
     """Write a quantized copy, one tensor after the other, and return the number of quantized weights.
 
-    Args:
-        source: Folder of a model in bf16, fp16 or fp32.
-        target: New folder, written completely or not at all.
-        form: Format, see ``Quantization``.
-        dtype: Dtype that the weights are rounded to first; weights that are not quantized keep it.
-
-    Raises:
-        CheckpointError: The model is unknown or quantized already, or has no weights to quantize.
+    The target is complete or not there. Weights are rounded to ``dtype`` first; those that are not quantized keep it.
     """
     hf_config = read_hf_config(source)
     model_shape(hf_config)

@@ -32,11 +32,7 @@ _CARRIED_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycling:
-    """Settings of one upcycling.
-
-    Raises:
-        ConfigError: A value outside its range.
-    """
+    """Settings of one upcycling."""
 
     num_experts: int
     """Experts of every layer, at least 2."""
@@ -65,16 +61,7 @@ class Upcycling:
 
 
 def upcycled_config(dense_config: Any, settings: Upcycling, source: Path) -> dict[str, Any]:
-    """Return the config.json of the mixture of experts.
-
-    Args:
-        dense_config: Transformers config of the dense model.
-        settings: Experts of a layer, and of a token.
-        source: Folder of the dense model.
-
-    Raises:
-        CheckpointError: The target family cannot express the dense configuration.
-    """
+    """Return the config.json of the mixture of experts."""
     file = source / "config.json"
     if dense_config.model_type not in TARGETS:
         raise CheckpointError(

@@ -46,17 +46,7 @@ def upcycle_folder(
     """Write the mixture of experts of a dense folder, complete or not at all.
 
     Nothing is written before the configuration and the names, shapes and dtypes of all weights have been checked. One
-    dense tensor and one file of the target are in memory at a time.
-
-    Args:
-        source: Dense model of a family in ``TARGETS``.
-        target: New folder. Its tensors have the dtypes of the dense ones, its tokenizer files are those of ``source``.
-        settings: Experts, noise and seed.
-        max_shard_bytes: Size of one file of the target. The tensors do not depend on it.
-
-    Raises:
-        CheckpointError: ``target`` exists, or ``source`` is incomplete or has no exact mixture of experts.
-        DiskError: The disk cannot hold ``target``.
+    dense tensor and one file of the target are in memory at a time. Tensors keep the dtypes of the dense ones.
     """
     from transformers import AutoConfig
 
@@ -80,11 +70,7 @@ def upcycle_folder(
 def _check_weights(
     source: Path, weights: FolderWeights, expected: Mapping[str, tuple[int, ...]], *, tied: bool
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of every weight that the dense model has.
-
-    Raises:
-        CheckpointError: A weight is missing, has another shape or a quantized dtype, or does not belong to the model.
-    """
+    """Return the dtype of every weight that the dense model has."""
     names = weights.names()
     missing = sorted(expected.keys() - names)
     if missing:

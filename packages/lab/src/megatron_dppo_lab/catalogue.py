@@ -208,12 +208,8 @@ _WARMUP: Mapping[str, Settings] = {
 def warmup_settings(task: str, seed: int, num_steps: int | None = None) -> Settings:
     """Return the configuration of the run that trains a base model: a warm-up and one tiny step of training.
 
-    The real model needs no training: its settings identify the files of model and task.
-
-    Args:
-        task: Key of ``TASKS``.
-        seed: Seed of initial weights and corpus.
-        num_steps: Supervised steps. None uses the task's number.
+    The real model needs no training: its settings identify the files of model and task. ``num_steps`` None uses the
+    task's number.
     """
     if (files := task_files(task)) is not None:
         digests = {name: hashlib.sha256((files / name).read_bytes()).hexdigest() for name in _REAL_MODEL_FILES}

@@ -92,12 +92,7 @@ def make_base(task: str, settings: Settings, target: str) -> None:
 def make_row(run: GridRun, base: str, folder: str, row: str, records: RunRecords | None = None) -> None:
     """Execute a run and write its row. A run that is stopped by a signal writes none.
 
-    Args:
-        run: The run.
-        base: Folder of its base model.
-        folder: Work folder. It is removed at the end.
-        row: File of the row.
-        records: Records to keep. None keeps the row alone.
+    The work ``folder`` is removed at the end. Without ``records`` only the row is kept.
     """
     work_folder = Path(folder)
     _prepare_process(work_folder)

@@ -27,11 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Execute the missing runs, write table, figures and verdicts, and return 0.
-
-    Raises:
-        UserError: Unknown experiment, wrong option or row, a locked folder, or a run without a result.
-    """
+    """Execute the missing runs, write table, figures and verdicts, and return 0."""
     from megatron_dppo_lab.named import EXPERIMENTS
     from megatron_dppo_lab.report import Request, execute
 

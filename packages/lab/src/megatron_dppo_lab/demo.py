@@ -33,13 +33,7 @@ _PANELS = (
 
 
 def write_picture(rows: Sequence[Row], labels: Mapping[str, str], picture: Path) -> None:
-    """Draw one line per run in each panel.
-
-    Args:
-        rows: Rows of finished runs.
-        labels: Names in the legend by loss.
-        picture: PNG file to write.
-    """
+    """Draw one line per run in each panel."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -121,11 +115,7 @@ class Demo:
 
 
 def execute(demo: Demo) -> None:
-    """Execute the missing runs, write ``demo.png``, ``demo.txt`` and the report, and print the summary.
-
-    Raises:
-        UserError: A run without a result, files of these names from something else, or a locked folder.
-    """
+    """Execute the missing runs, write ``demo.png``, ``demo.txt`` and the report, and print the summary."""
     folder = Path(demo.output)
     store = Store(folder)
     store.check_output_dir()
@@ -205,11 +195,7 @@ def last(rewards: Sequence[float]) -> float:
 
 
 def sentence(rows: Sequence[Row]) -> str:
-    """Summarize the rows in one sentence.
-
-    Args:
-        rows: Rows of the three runs, with losses of ``LABELS``.
-    """
+    """Summarize the rows in one sentence."""
     parts = [_describe_run(row) for row in rows]
     ends = {LABELS[row["loss"]]: last(series(row, "rollout/reward")) for row in rows if not row["error"]}
     steps, seed = rows[0]["settings"]["run"]["num_steps"], rows[0]["seed"]

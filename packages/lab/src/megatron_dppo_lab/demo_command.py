@@ -24,11 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Execute three runs, draw them and return 0.
-
-    Raises:
-        UserError: A run without a result, or an output folder of something else.
-    """
+    """Execute three runs, draw them and return 0."""
     if overrides:
         raise ConfigError(f"unexpected argument {overrides[0]!r}; the demo takes --steps, --jobs, --seed and --output")
     for name, least in (("steps", 1), ("jobs", 1), ("seed", 0)):

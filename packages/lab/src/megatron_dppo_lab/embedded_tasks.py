@@ -123,21 +123,13 @@ class RareWords:
 
 
 class EmbeddedTask:
-    """A task whose problems are all known.
-
-    Args:
-        name: Name of the task, as in ``task:NAME``.
-    """
+    """A task whose problems are all known."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __call__(self, source: str) -> EmbeddedTask:
-        """Return the task for its source, which has no options.
-
-        Raises:
-            DataError: The source has something after the name.
-        """
+        """Return the task for its source, which has no options."""
         if source != f"{TASK}{self._name}":
             raise DataError(f"{source!r}: this task has no options. Fix: write '{TASK}{self._name}'")
         return self
@@ -256,13 +248,7 @@ def _tokenizer(entries: list[str]) -> Tokenizer:
 def write_model_folder(task: str, folder: Path, head_dim: int = 16) -> None:
     """Write config.json, generation_config.json, tokenizer.json and tokenizer_config.json.
 
-    Args:
-        task: ``chain_sum``, ``rare_words``, ``rare_chain`` or ``rare_words_32k``. The second and third have one folder.
-        folder: Folder to create.
-        head_dim: Size of a head. vLLM's CPU attention has heads of 32, and none of 16.
-
-    Raises:
-        ValueError: No such task.
+    ``rare_words`` and ``rare_chain`` have one folder. vLLM's CPU attention has heads of 32, and none of 16.
     """
     if task not in ("chain_sum", "rare_words", "rare_chain", "rare_words_32k"):
         raise ValueError(f"task {task!r}; expected chain_sum, rare_words, rare_chain or rare_words_32k")

@@ -54,19 +54,7 @@ RUNNABLE: Mapping[str, RunnableExample] = {
 def run_example(name: str, files: Path, *, output: Path, processes: int, seed: int, overrides: Sequence[str]) -> int:
     """Build the model, train, write the report.
 
-    Args:
-        name: Key of ``RUNNABLE``.
-        files: Folder with the example's configuration, data and reward.
-        output: Folder of the run. An earlier run in it is moved to ``old/``.
-        processes: Training processes on this machine.
-        seed: Value of ``run.seed``.
-        overrides: Further ``--section.key VALUE``.
-
-    Returns:
-        The exit code of the training.
-
-    Raises:
-        UserError: The model cannot be built, or the extra ``train`` is not installed.
+    An earlier run in ``output`` is moved to ``old/``. Return the exit code of the training.
     """
     from megatron_dppo_lab.fast_bf16 import has_fast_bf16  # Imports torch, which the listing does not need.
 

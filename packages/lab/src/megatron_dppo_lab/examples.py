@@ -34,11 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """List, copy or run examples. Existing files stay as they are.
-
-    Raises:
-        UserError: Unknown example, an existing target (nothing is copied then), or a model that cannot be built.
-    """
+    """List, copy or run examples. Existing files stay as they are."""
     if len(options.name) == 1 and options.name[0] in RUNNABLE and not options.copy_only:
         return _run_example(options, overrides)
     if overrides:

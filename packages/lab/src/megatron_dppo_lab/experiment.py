@@ -84,10 +84,7 @@ class Experiment:
     def report(self, quick: bool, seeds: Sequence[int] | None, rows: Iterable[Mapping[str, object]]) -> list[GridRun]:
         """Return the reported runs, with the settings that the search chose.
 
-        Args:
-            quick: Return a few of them only.
-            seeds: Seeds of the runs. None uses the experiment's.
-            rows: Rows of the search. Empty uses the defaults of the losses.
+        ``rows`` are those of the search. Without any, the losses have their defaults.
         """
         best = choose(rows)
         blocks, default_seeds = (self.quick, self.quick_seeds) if quick else (self.blocks, self.seeds)

@@ -66,10 +66,7 @@ _MEANINGS = {
 def format_results(rows: Iterable[Row], runs: Sequence[GridRun], claims: Sequence[Claim] = ()) -> str:
     """Format one table per task and score: a row per loss, a column per mismatch, ``mean [minimum, maximum]``.
 
-    Args:
-        rows: Rows of finished runs.
-        runs: All runs of the grid, to show missing and refused ones.
-        claims: Claims of the experiment, which may be about further scores.
+    ``runs`` are all of the grid, to show missing and refused ones.
     """
     row_list = list(rows)
     parts = []

@@ -58,12 +58,6 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
 
     Under the null hypothesis each paired difference is as likely as its negative. The p-value is the share of all 2^n
     sign assignments whose sum is at least as far from 0 as the observed one. With n seeds it is at least 2 / 2^n.
-
-    Args:
-        differences: One paired difference for each seed.
-
-    Raises:
-        ValueError: No differences, or more than 20, whose assignments are too many.
     """
     if not 1 <= len(differences) <= _MAX_SEEDS:
         raise ValueError(f"{len(differences)} paired differences; expected 1 to {_MAX_SEEDS}")
@@ -77,13 +71,8 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
 def holm(p_values: Sequence[float], total: int) -> list[float]:
     """Return p-values adjusted by Holm's step-down method.
 
-    Args:
-        p_values: P-values of the finished comparisons.
-        total: Number of declared comparisons. Unfinished ones count as p = 1, so that a verdict never changes when they
-            are finished.
-
-    Raises:
-        ValueError: ``total`` is smaller than the number of p-values.
+    ``total`` is the number of declared comparisons. Unfinished ones count as p = 1, so that a verdict never changes
+    when they are finished.
     """
     if total < len(p_values):
         raise ValueError(f"{len(p_values)} p-values of {total} comparisons; expected at most {total}")
@@ -106,12 +95,7 @@ def effect_size(differences: Sequence[float]) -> float | None:
 
 
 def without_open_searches(rows: Sequence[Row], runs: Sequence[GridRun]) -> list[Row]:
-    """Return the rows without those of losses whose search is unfinished, since it may choose other settings.
-
-    Args:
-        rows: Rows of finished runs.
-        runs: Declared runs, of searches too.
-    """
+    """Return the rows without those of losses whose search is unfinished, since it may choose other settings."""
     finished = {row["key"] for row in rows}
     searching = {run.loss for run in runs if run.phase == "search" and not run.refusal and run.key not in finished}
     return [row for row in rows if row["loss"] not in searching]
@@ -120,10 +104,7 @@ def without_open_searches(rows: Sequence[Row], runs: Sequence[GridRun]) -> list[
 def compare(claims: Sequence[Claim], rows: Sequence[Row], runs: Sequence[GridRun]) -> list[Comparison]:
     """Return every claim in every condition that has both of its losses.
 
-    Args:
-        claims: Claims of the experiment.
-        rows: Rows of finished runs. Those of losses whose search is unfinished do not count.
-        runs: Declared runs, of searches too. Refused ones are in no comparison.
+    Rows of losses whose search is unfinished do not count. Refused runs are in no comparison.
     """
     declared: dict[Cell, dict[int, GridRun]] = {}
     for run in runs:

@@ -28,14 +28,7 @@ _EXCLUDED = ("embed_tokens", "lm_head", "mlp.gate.", "mlp.router.", "shared_expe
 
 
 class WeightQuantizer:
-    """Fake quantization: rounds the weights of a model to a coarse type and stores them in the model's dtype.
-
-    Args:
-        weights_format: Key of ``CONFIGS``.
-
-    Raises:
-        ConfigError: nvidia-modelopt is not installed.
-    """
+    """Fake quantization: rounds the weights of a model to a coarse type and stores them in the model's dtype."""
 
     def __init__(self, weights_format: str) -> None:
         quantization = _import_modelopt(weights_format)
@@ -75,11 +68,7 @@ def quantized_weights(model: nn.Module) -> Iterator[Tensor]:
 
 
 def require_modelopt(weights_format: str) -> None:
-    """Check that nvidia-modelopt is installed, without importing it.
-
-    Raises:
-        ConfigError: It is not installed; the message states how to install it.
-    """
+    """Check that nvidia-modelopt is installed, without importing it."""
     if find_spec("modelopt") is None:
         raise ConfigError(_missing_modelopt(weights_format, "not installed"))
 
@@ -118,27 +107,13 @@ class Perturbation:
         return PerturbedModel(model, self, routing)
 
     def check(self) -> None:
-        """Check that nvidia-modelopt can be imported if weights are to be quantized.
-
-        Raises:
-            ConfigError: It cannot.
-        """
+        """Check that nvidia-modelopt can be imported if weights are to be quantized."""
         if self.weights != "none":
             WeightQuantizer(self.weights)
 
 
 class PerturbedModel:
-    """A transformers model with quantized weights, noisy routers, and coarse states of linear attention.
-
-    Args:
-        model: The model, which is changed in place.
-        perturbation: The changes.
-        routing: Shape of its routes; None for a dense model.
-
-    Raises:
-        ConfigError: The weights are to be quantized, and nvidia-modelopt is not installed.
-        ValueError: ``router_noise`` is set for a dense model.
-    """
+    """A transformers model with quantized weights, noisy routers, and coarse states of linear attention."""
 
     def __init__(self, model: Any, perturbation: Perturbation, routing: RoutingShape | None) -> None:
         self._model = model

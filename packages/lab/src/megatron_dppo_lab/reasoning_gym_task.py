@@ -19,14 +19,7 @@ _SIZE = 2000
 
 @dataclass(frozen=True)
 class ReasoningGymTask:
-    """One of the package's tasks.
-
-    Args:
-        source: See ``problems``.
-
-    Raises:
-        DataError: The source names no task.
-    """
+    """One of the package's tasks."""
 
     source: str
 
@@ -47,9 +40,6 @@ def problems(source: str, split: Split) -> list[TaskRow]:
             ``seed`` (0), ``chat`` (false; true = one user message, for models with a chat template), ``instruction``
             (true; how to give the answer) and every option of the task itself.
         split: ``train`` or ``eval``.
-
-    Raises:
-        DataError: The package is missing, there is no such task, or it refuses its options.
     """
     name, _, query = source.removeprefix(PREFIX).partition("?")
     options = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}

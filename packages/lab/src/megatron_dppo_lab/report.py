@@ -35,11 +35,7 @@ class Request:
 
 
 def execute(experiment: Experiment, request: Request) -> None:
-    """Execute missing runs and write ``table.md``, ``figures.png`` and ``rows.jsonl`` to the experiment's folder.
-
-    Raises:
-        UserError: A run without a result, broken rows, or a locked folder.
-    """
+    """Execute missing runs and write ``table.md``, ``figures.png`` and ``rows.jsonl`` to the experiment's folder."""
     store = Store(Path(request.output), request.warmup_steps)
     store.check_output_dir()
     external = [_Source(file, read_external_rows(Path(file))) for file in request.rows]

@@ -73,20 +73,12 @@ class ExternalRow:
     row: Row
 
     def check(self, run: GridRun, base: str) -> None:
-        """Check that the row belongs to the run.
-
-        Raises:
-            DataError: It does not.
-        """
+        """Check that the row belongs to the run."""
         _check_run(self.location, self.row, run, base, _EXTERNAL_FIX)
 
 
 def read_external_rows(file: Path) -> list[ExternalRow]:
-    """Read the rows of a ``rows.jsonl`` or ``rows.jsonl.xz``.
-
-    Raises:
-        UserError: Unreadable file or invalid row.
-    """
+    """Read the rows of a ``rows.jsonl`` or ``rows.jsonl.xz``."""
     try:
         data = file.read_bytes()
         text = lzma.decompress(data) if file.suffix == ".xz" else data
@@ -98,16 +90,7 @@ def read_external_rows(file: Path) -> list[ExternalRow]:
 
 
 def read_stored(file: Path, run: GridRun, base: str) -> Row:
-    """Read the row of a run from the store.
-
-    Args:
-        file: File of the row.
-        run: Run that the row must belong to.
-        base: Name of the run's base model.
-
-    Raises:
-        UserError: Unreadable, invalid, or a row of another run.
-    """
+    """Read the row of a run from the store."""
     try:
         line = file.read_bytes()
     except OSError as error:

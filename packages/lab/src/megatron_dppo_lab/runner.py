@@ -49,17 +49,8 @@ def execute_runs(
 ) -> Rows:
     """Return the rows of all valid runs. Execute the missing ones first.
 
-    Args:
-        store: Store of rows and base models.
-        runs: Runs of a grid. Runs with the same key are executed once.
-        jobs: Concurrent processes.
-        print_line: Receives one line per finished run.
-        limit: Largest number of new runs. None executes all.
-        rollouts_every: Keeps the records of each new run in ``Store.records``, with the rollouts of every n-th step,
-            or of none with 0. None keeps no records.
-
-    Raises:
-        UserError: A run without a result, a missing package, or a broken row.
+    Runs with the same key are executed once, and at most ``limit`` new ones. ``rollouts_every`` keeps the records of
+    each new run in ``Store.records``, with the rollouts of every n-th step, or of none with 0. None keeps no records.
     """
     by_key = {run.key: run for run in runs if not run.refusal}
     # Read all rows before any work, so that a broken one is reported at once.
@@ -81,11 +72,7 @@ def execute_runs(
 
 
 def make_base_at(store: Store, run: GridRun, target: Path, print_line: Callable[[str], None]) -> None:
-    """Train the base model of a run into ``target``, even if the store or the package has one.
-
-    Raises:
-        UserError: The warm-up exited without a result.
-    """
+    """Train the base model of a run into ``target``, even if the store or the package has one."""
     _execute_jobs([_base_job(store, run, target)], 1, print_line)
 
 

@@ -13,13 +13,6 @@ def shipped_folder(name: str, package: Path = _PACKAGE) -> Path:
     """Return the folder ``examples`` or ``launch``.
 
     A checkout has it beside the package; in a wheel it is in ``megatron_dppo/shipped`` (setup.py).
-
-    Args:
-        name: Name of the folder.
-        package: Folder of the package's code.
-
-    Raises:
-        UserError: The folder is missing.
     """
     inside = package / "shipped" / name
     beside = package.parent / name

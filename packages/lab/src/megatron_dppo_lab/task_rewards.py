@@ -18,11 +18,7 @@ from megatron_dppo_answers.math import extract_answer
 
 
 def make_reasoning_gym_reward(options: ReasoningGymOptions) -> PackagedReward:
-    """Return the built-in function ``reasoning_gym``; each row names its task in ``source_dataset``.
-
-    Raises:
-        RewardError: Reasoning-gym is not installed.
-    """
+    """Return the built-in function ``reasoning_gym``; each row names its task in ``source_dataset``."""
     _import_reasoning_gym()
 
     def reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, object]) -> float:
@@ -36,16 +32,8 @@ def reasoning_gym_reward(
 ) -> float:
     """Return 1.0 for an answer with the task's full score, otherwise 0.0.
 
-    With ``partial_credit`` return the task's own score.
-
-    Args:
-        completion: Response; only its last box or ``Answer:`` line is scored, and nothing of a truncated one.
-        label: Answer of the entry; empty for tasks without a single answer.
-        metadata: Metadata of the entry, either as these columns or as one column ``metadata``.
-        partial_credit: True to keep scores below 1.
-
-    Raises:
-        ValueError: The row does not name its task.
+    With ``partial_credit`` return the task's own score. Only the last box or ``Answer:`` line is scored, and nothing of
+    a truncated response. The entry's metadata are these columns, or one column ``metadata``.
     """
     inner = metadata.get("metadata")
     columns = inner if isinstance(inner, Mapping) else metadata
@@ -92,9 +80,6 @@ def words_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[
     """Return the fraction of the label's words that the response has at the same position.
 
     Further words of the response are ignored.
-
-    Raises:
-        ValueError: The label has no words.
     """
     del prompt, metadata
     words = completion.split()

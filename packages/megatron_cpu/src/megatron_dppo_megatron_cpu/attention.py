@@ -243,17 +243,9 @@ class SDPACoreAttention(MegatronModule):
     ) -> Tensor:
         """Compute attention.
 
-        Args:
-            query: Queries ``[T, num_heads, head_dim]``.
-            key: Keys ``[T, num_query_groups, head_dim]``.
-            value: Values ``[T, num_query_groups, v_head_dim]``.
-            attention_mask: Ignored.
-            attn_mask_type: Ignored: always causal.
-            attention_bias: Ignored.
-            packed_seq_params: The row's ``PackedRow``.
-
-        Returns:
-            Result ``[T, num_heads * v_head_dim]``.
+        Shapes are ``[T, num_heads, head_dim]`` of queries, ``[T, num_query_groups, head_dim]`` of keys, ``[T,
+        num_query_groups, v_head_dim]`` of values, and ``[T, num_heads * v_head_dim]`` of the result.
+        ``packed_seq_params`` is the row's ``PackedRow``; masks and biases are ignored.
         """
         del attention_mask, attn_mask_type, attention_bias
         if not isinstance(packed_seq_params, PackedRow):
@@ -343,14 +335,8 @@ def _add_sink(
     """Add a key that every query sees, whose score is that of the head's sink, and whose value is zero.
 
     Queries get one column more, with the sink's score. It meets 1 in the added key and 0 in all others. So the kernels
-    of full attention compute sinks too.
-
-    Args:
-        query: Queries ``[B, heads, q, d]``.
-        key: Keys ``[B, heads, s, d]``.
-        value: Values ``[B, heads, s, e]``.
-        mask: Visible keys ``[B or 1, 1, q, s]``.
-        scores: Sinks before they are scaled ``[heads]``.
+    of full attention compute sinks too. Shapes: queries ``[B, heads, q, d]``, keys ``[B, heads, s, d]``, values ``[B,
+    heads, s, e]``, mask ``[B or 1, 1, q, s]``, sinks before they are scaled ``[heads]``.
     """
     column = scores[None, :, None, None].expand(*query.shape[:-1], 1)
     sink = F.pad(torch.zeros_like(key[:, :, :1]), (0, 1), value=1.0)
@@ -365,10 +351,7 @@ def _add_sink(
 def _visible_keys(positions: Tensor, keys: int, window: int | None) -> Tensor:
     """Return the mask ``[B, 1, q, keys]`` of queries at ``positions [B, q]``. True marks a visible key.
 
-    Args:
-        positions: Positions of the queries in their sequence.
-        keys: Number of keys.
-        window: Number of visible keys before the query's own. None means all.
+    ``window`` is the number of visible keys before the query's own. None means all.
     """
     distance = positions[:, None, :, None] - torch.arange(keys, device=positions.device)
     is_visible = distance >= 0

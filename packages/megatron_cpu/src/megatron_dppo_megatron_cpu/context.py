@@ -31,11 +31,7 @@ class ContextShard:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, group: ProcessGroup) -> ContextShard:
-        """Return this rank's shard of the row whose sequences start at ``cu_seqlens``.
-
-        Raises:
-            ValueError: If there is a sequence whose length is no multiple of ``2 * size``.
-        """
+        """Return this rank's shard of the row whose sequences start at ``cu_seqlens``."""
         size = group.size()
         shards = [zigzag_index(cu_seqlens, rank, size) for rank in range(size)]
         together = torch.cat(shards)
@@ -102,10 +98,7 @@ class ContextShard:
 def zigzag_index(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
     """Return the positions in the row that ``rank`` of ``size`` computes, int64 [T / size].
 
-    Args:
-        cu_seqlens: Starts of the sequences; the last entry is T. Shape [num_sequences + 1].
-        rank: Index in the context-parallel group.
-        size: Size of that group.
+    ``cu_seqlens [num_sequences + 1]`` are the starts of the sequences, and T.
 
     Raises:
         ValueError: If there is a sequence whose length is no multiple of ``2 * size``.

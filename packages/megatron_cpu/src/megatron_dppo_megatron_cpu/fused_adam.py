@@ -19,18 +19,8 @@ from torch import Tensor
 class FusedAdam(torch.optim.Optimizer):
     """Adam with Apex's state: ``exp_avg`` and ``exp_avg_sq`` per parameter, ``step`` per group.
 
-    Args:
-        params: Parameters or parameter groups.
-        lr: Learning rate.
-        bias_correction: Divide the moments by ``1 - beta ** step``. Must be True.
-        betas: Decay rates of the first and second moment.
-        eps: Added to the root of the second moment.
-        adam_w_mode: True for decoupled weight decay (AdamW), False for L2 regularization.
-        weight_decay: Coefficient of either.
-        kernel_options: Options of the CUDA kernels that later versions pass (``capturable``, ...). Ignored.
-
-    Raises:
-        ValueError: ``bias_correction`` is False, which torch's kernels do not support.
+    The arguments are Apex's: ``adam_w_mode`` False is L2 regularization instead of decoupled weight decay. Options of
+    CUDA kernels are ignored.
     """
 
     def __init__(

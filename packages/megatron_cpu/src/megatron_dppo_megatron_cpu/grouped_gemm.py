@@ -18,15 +18,8 @@ def grouped_linear(x: Tensor, splits: Sequence[int], weights: Sequence[Tensor]) 
     """Multiply each expert's tokens by its weight.
 
     On Hopper and newer GPUs in bf16 this is torch's grouped GEMM, which needs a copy of all weights in one tensor, in
-    forward and in backward. Elsewhere it is one GEMM per expert.
-
-    Args:
-        x: Tokens sorted by expert ``[sum(splits), in_features]``.
-        splits: Number of tokens of each expert.
-        weights: Weight of each expert ``[out_features, in_features]``.
-
-    Returns:
-        Result ``[sum(splits), out_features]``.
+    forward and in backward. Elsewhere it is one GEMM per expert. ``x [sum(splits), in_features]`` is sorted by expert,
+    weights are ``[out_features, in_features]``, the result is ``[sum(splits), out_features]``.
     """
     if has_grouped_gemm(x, weights[0]):
         return grouped_gemm(x, splits, weights)

@@ -38,12 +38,8 @@ def weight_device(config: TransformerConfig) -> torch.device:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     """Return ``x / rms(x) * weight`` over the last dimension: statistics in fp32, result in the dtype of ``x``.
 
-    Args:
-        x: Input ``[..., hidden_size]``.
-        weight: Weight ``[hidden_size]``.
-        eps: Summand under the root.
-        zero_centered: True if the weight is the difference from 1 (``layernorm_zero_centered_gamma``). As in
-            transformers, the product is then rounded only once.
+    With ``zero_centered`` the weight is the difference from 1 (``layernorm_zero_centered_gamma``), and the product is
+    rounded only once, as in transformers.
     """
     x32 = x.float()
     normalized = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)

@@ -201,14 +201,7 @@ def plan_transfers(
 ) -> TransferPlan:
     """Return the bytes of weight sync, checkpoint and export by the number of parameters.
 
-    The time of a sync is that of the link or memory alone, without gathering.
-
-    Args:
-        config: Configuration of the run.
-        parameters: Parameters of the model.
-        trained: Parameters with gradients (all, or the adapters'), and how many of these are in routed experts.
-        layout: Layout of the run.
-        machine: Machine of the trainer.
+    The time of a sync is that of the link or memory alone, without gathering. ``trained`` is ``PlannedModel.trained``.
     """
     size = DTYPES[config.model.dtype].itemsize
     by_adapter = config.rollout.weight_sync.method == "adapter"
@@ -259,10 +252,7 @@ def optimizer_bytes_on_device(config: Config) -> float:
 def gradient_buffers(parameters: int, experts: int, layout: Layout) -> list[tuple[int, int]]:
     """Return for each gradient buffer of a rank its parameters and the ranks that share their optimizer state.
 
-    Args:
-        parameters: Parameters of the model. All pipeline stages are assumed to have equally many.
-        experts: Parameters of routed experts among them.
-        layout: Layout of the run.
+    ``experts`` of the parameters are in routed experts. All pipeline stages are assumed to have equally many.
     """
     dense = (parameters - experts) // (layout.tp * layout.pp)
     routed = experts // (layout.ep * layout.etp * layout.pp)
@@ -321,10 +311,7 @@ def assumed_prompt_length(config: Config) -> int:
 def plan_batch(config: Config, layout: Layout, mean_response: int | None = None) -> BatchPlan:
     """Return the batch sizes, with the rows that a run makes of samples of the assumed lengths.
 
-    Args:
-        config: Configuration of the run.
-        layout: Layout of the run.
-        mean_response: Mean response length in tokens. None assumes ``MEAN_LENGTH_RATIO * max_new_tokens``.
+    ``mean_response`` None assumes ``MEAN_LENGTH_RATIO * max_new_tokens``.
     """
     rollout = config.rollout
     train = config.train
@@ -397,14 +384,7 @@ def assumed_mask_size(config: Config, vocab_size: int) -> int:
 
 
 def plan_token_bytes(config: Config, hf_config: Any, layout: Layout, batch: BatchPlan | None = None) -> TokenBytes:
-    """Return the bytes of a response token with every column that the run requests.
-
-    Args:
-        config: Configuration of the run.
-        hf_config: Transformers config of the model.
-        layout: Layout of the run.
-        batch: Result of ``plan_batch``. None computes it.
-    """
+    """Return the bytes of a response token with every column that the run requests."""
     mask_size = assumed_mask_size(config, hf_config.vocab_size)
     shape = routing_shape(hf_config) if config.train.needs_engine_routing else None
     experts = 0 if shape is None else shape.num_layers * shape.topk

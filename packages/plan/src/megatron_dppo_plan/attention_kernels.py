@@ -11,9 +11,7 @@ from torch import Tensor
 def counted_keys(keys: int, window: int | None) -> int:
     """Return the number of keys with which causal attention, half of the pairs, has as many pairs as with a window.
 
-    Args:
-        keys: Number of keys.
-        window: Number of visible keys before the query's own. None means all.
+    ``window`` is the number of visible keys before the query's own. None means all.
     """
     if window is None or window + 1 >= keys:
         return keys

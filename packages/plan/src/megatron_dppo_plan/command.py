@@ -67,9 +67,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     Returns:
         0 if the run, or one setting of the search, fits; else 1.
-
-    Raises:
-        UserError: The configuration cannot run on this many processes, or cannot be rehearsed.
     """
     from megatron_dppo.config.io import load_config
     from megatron_dppo_plan.machine import get_machine

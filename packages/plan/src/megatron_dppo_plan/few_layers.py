@@ -39,12 +39,7 @@ def choose_layers(hf_config: Any, layout: Layout, rank: int) -> FewLayers | None
 
     Layers of one kind need the same memory and time, so a chunk's is a constant plus a multiple for each kind. The
     constant has what one layer needs beyond what it keeps, at the moment of the peak. That moment is near the first or
-    the last layers. So both ends of the chunk stay, and layers are added between them.
-
-    Args:
-        hf_config: Transformers config of the model.
-        layout: Layout of the run, with an even split of layers.
-        rank: Rank to rehearse.
+    the last layers. So both ends of the chunk stay, and layers are added between them. Layers must be split evenly.
 
     Returns:
         None if its layers are no more than would be rehearsed, or its chunks have different kinds.

@@ -67,9 +67,7 @@ class GpuNode:
     def host_optimizer_seconds(self, parameters: int, gradient: int) -> float:
         """Return the time of one update of offloaded parameters, without overlap.
 
-        Args:
-            parameters: Parameters that the host updates.
-            gradient: Bytes per gradient on the link. bf16 weights return; torch converts both on the host.
+        ``gradient`` is its bytes on the link. bf16 weights return; torch converts both on the host.
         """
         # Host memory per parameter: write the fp32 gradient (4), read gradient, copy and moments (16), write copy and
         # moments (12), read the copy (4), write the bf16 weight (2).
@@ -134,11 +132,7 @@ MACHINES: Mapping[str, GpuNode] = {
 
 
 def get_machine(name: str) -> GpuNode:
-    """Return a machine of the table.
-
-    Raises:
-        PlanError: Unknown name.
-    """
+    """Return a machine of the table."""
     if name not in MACHINES:
         raise PlanError(f"--machine {name}: expected one of {', '.join(MACHINES)}")
     return MACHINES[name]
@@ -171,9 +165,6 @@ def count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
     """Return the FLOPs of an operation: 2 for a multiply-add, 0 where torch counts none.
 
     Causal attention counts half of torch's number, since kernels skip the masked half.
-
-    Raises:
-        PlanError: An attention or matrix operation without a formula.
     """
     packet = func._overloadpacket
     if packet in _CPU_ATTENTION_FORWARD:

@@ -53,12 +53,7 @@ def measure_update(
 ) -> UpdateMeasurement:
     """Build a trainer and measure its first update.
 
-    Args:
-        build: Function that builds the trainer.
-        batches: Micro-batches of the update.
-        objective: Loss.
-        meter: Meter that is not entered yet.
-        make_targets: Function that returns a teacher's targets for each micro-batch. None without a teacher.
+    The meter is not entered yet. ``make_targets`` returns a teacher's targets for each micro-batch.
     """
     with meter, phases(meter):
         with meter.during("start"):

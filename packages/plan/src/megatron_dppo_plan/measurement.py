@@ -68,15 +68,8 @@ def extrapolate(base: UpdateMeasurement, additions: Sequence[tuple[UpdateMeasure
     """Extrapolate linearly to a rank whose model chunks have more layers.
 
     The peak of each phase is linear in the layers of each kind. The maximum over phases is not, so each is
-    extrapolated.
-
-    Args:
-        base: Measurement with few layers.
-        additions: For each kind of layer the measurement with one more of it in each chunk, and the number of layers
-            beyond those of ``base``.
-
-    Raises:
-        PlanError: Two measurements have different phases or collectives.
+    extrapolated. ``additions`` has for each kind of layer the measurement with one more of it in each chunk, and the
+    number of layers beyond those of ``base``.
 
     Example:
         If two layers need 5 bytes and three need 7, 48 layers need 97.

@@ -86,11 +86,7 @@ def _published_models() -> dict[str, Mapping[str, Any]]:
 
 
 def load_model_config(path: str) -> tuple[Any, str | None]:
-    """Return the transformers config of ``model.path``, and a note if it is a known or a published model.
-
-    Raises:
-        CheckpointError: Neither a folder nor a known model.
-    """
+    """Return the transformers config of ``model.path``, and a note if it is a known or a published model."""
     known = KNOWN_MODELS.get(Path(path).name) or _published_models().get(Path(path).name)
     if known is None or (Path(path) / "config.json").is_file():
         return read_hf_config(path), None

@@ -54,12 +54,7 @@ class PlannedModel:
 
     @classmethod
     def from_config(cls, config: Config) -> PlannedModel:
-        """Return the sizes of ``model.path`` and of the teacher.
-
-        Raises:
-            CheckpointError: Neither a folder nor a known model.
-            ConfigError: Megatron Bridge builds the model, which is not rehearsed.
-        """
+        """Return the sizes of ``model.path`` and of the teacher."""
         if config.model.provider != "builtin":
             raise ConfigError(
                 f"plan rehearses the layers of the families of docs/models.md, and cannot with model.provider = "
@@ -161,16 +156,8 @@ def make_plan(
 ) -> Plan:
     """Plan a run by a rehearsal of its ranks.
 
-    Args:
-        config: Configuration of the run.
-        world_size: Number of trainer processes.
-        machine: Machine of the trainer.
-        rehearsals: Pool that rehearses.
-        model: ``PlannedModel.from_config(config)``. None computes it.
-        kinds: Kinds of ranks. None plans all that the layout has.
-        few_layers: See ``RehearsalPool.run``. Ignored for layers that are split unevenly.
-        servers: See ``count_servers``.
-        mean_response: See ``plan_batch``.
+    ``kinds`` None plans all kinds of ranks that the layout has. ``few_layers`` is ignored for layers that are split
+    unevenly.
 
     Raises:
         RehearsalTimeout: The time limit of ``rehearsals`` has passed.

@@ -26,13 +26,7 @@ def proof_seconds(
 ) -> float:
     """Return the time that a full proof adds to a weight sync; 0 without one.
 
-    Args:
-        config: Configuration of the run.
-        shape: Shape of the model.
-        sent: Bytes of a sync.
-        machine: Machine of trainer and servers.
-        gpus_per_server: Tensor-parallel size of a server.
-        servers: Number of servers. 0 with the local engine.
+    ``sent`` is the bytes of a sync, ``gpus_per_server`` the tensor-parallel size of a server.
     """
     sync = config.rollout.weight_sync
     if not servers or sync.method == "adapter" or not sync.checksum_every:

@@ -30,8 +30,7 @@ class RehearsalTimeout(PlanError):
 class RehearsalPool:
     """Pool of worker processes, started on demand and stopped at the end of the block.
 
-    Args:
-        jobs: Number of concurrent rehearsals.
+    ``jobs`` rehearsals run at once.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -68,9 +67,7 @@ class RehearsalPool:
     def run(self, requests: Sequence[RehearsalRequest], *, few_layers: bool = False) -> list[Any]:
         """Return the ``UpdateMeasurement`` of each request.
 
-        Args:
-            requests: Ranks to rehearse.
-            few_layers: Rehearse some layers of each kind and extrapolate. Layers must be split evenly.
+        ``few_layers`` rehearses some layers of each kind and extrapolates. Layers must be split evenly.
 
         Raises:
             RehearsalTimeout: The time ``end`` has passed.

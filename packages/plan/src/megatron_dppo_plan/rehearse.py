@@ -49,13 +49,7 @@ def rehearse(
 ) -> Any:
     """Return the ``UpdateMeasurement`` of one update of this rank.
 
-    Args:
-        config: Configuration of the run.
-        hf_config: Transformers config of the model.
-        layout: Layout of the run.
-        role: Rank to rehearse.
-        time_of: See ``Meter``.
-        teacher: Transformers config of the loss' teacher. None without one.
+    ``teacher`` is the transformers config of the loss' teacher.
     """
     os.environ.update(RANK=str(role.rank), WORLD_SIZE=str(layout.world_size), LOCAL_RANK="0")
     dist.init_process_group("fake", store=FakeStore(), rank=role.rank, world_size=layout.world_size)
@@ -121,16 +115,8 @@ def rank_roles(
 
     ``first``, ``middle`` and ``last`` are pipeline stages (one kind, ``all``, without a pipeline). ``hot`` is a rank of
     the first stage, whose activations live longest, with experts that receive ``HOT_EXPERT_LOAD`` times their share, at
-    most all tokens. It exists only with expert parallelism; otherwise every rank has all experts.
-
-    Args:
-        layout: Layout of the run.
-        has_experts: True if the model has experts.
-        kinds: Kinds to return. None returns all.
-        table: ``pipeline_model_parallel_layout``, by which ``middle`` is the stage with the most layers. None without.
-
-    Raises:
-        PlanError: The layout has no such kind.
+    most all tokens. It exists only with expert parallelism; otherwise every rank has all experts. ``table`` is
+    ``pipeline_model_parallel_layout``, by which ``middle`` is the stage with the most layers.
     """
     stages = {"all": 0} if layout.pp == 1 else {"first": 0, "last": layout.pp - 1}
     if layout.pp > 2:

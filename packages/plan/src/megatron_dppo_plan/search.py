@@ -79,9 +79,6 @@ class Candidate:
 def parse_axes(texts: Sequence[str]) -> Mapping[str, Sequence[str]]:
     """Parse ``KEY=VALUE,VALUE`` arguments into values by key. Without any, return ``DEFAULT_AXES``.
 
-    Raises:
-        PlanError: Malformed argument.
-
     Example:
         >>> parse_axes(["--train.micro_batch_tokens=8192,16384"])
         {'train.micro_batch_tokens': ['8192', '16384']}
@@ -99,16 +96,7 @@ def parse_axes(texts: Sequence[str]) -> Mapping[str, Sequence[str]]:
 
 
 class PlanSearch:
-    """Search for settings of a run.
-
-    Args:
-        load: Loads the configuration with additional flags.
-        world_size: Number of trainer processes.
-        machine: Machine of the trainer.
-        rehearsals: Pool that rehearses.
-        seconds: Time limit of a search. Combinations that it leaves out are in ``untried``.
-        mean_response: See ``plan_batch``.
-    """
+    """Search for settings of a run. Combinations that the time limit ``seconds`` leaves out are in ``untried``."""
 
     def __init__(
         self,
@@ -133,12 +121,7 @@ class PlanSearch:
     def rank_all(self, axes: Mapping[str, Sequence[str]], on_progress: Callable[[int, int], None]) -> list[Candidate]:
         """Rehearse every combination with a valid layout and static memory that fits, and sort them.
 
-        Args:
-            axes: Values by key; see ``parse_axes``.
-            on_progress: Function that gets the number of combinations and of those that are done.
-
-        Raises:
-            PlanError: No combination can run, or none was rehearsed in time.
+        ``on_progress`` gets the number of combinations and of those that are done.
         """
         self._start_clock()
         # Small groups communicate least, so combinations with them are tried first.
@@ -224,11 +207,7 @@ class PlanSearch:
         return Candidate(flags, plan)
 
     def _feasible_flags(self, axes: Mapping[str, Sequence[str]], memory: int) -> list[Flags]:
-        """Return the minimal flags of all combinations with a valid layout and static memory that fits.
-
-        Raises:
-            PlanError: There is none. The message has the reason of the last one.
-        """
+        """Return the minimal flags of all combinations with a valid layout and static memory that fits."""
         feasible: dict[str, Flags] = {}
         reason = f"weights, gradients and optimizer alone do not fit {self._machine.name}"
         combinations = list(itertools.product(*axes.values()))

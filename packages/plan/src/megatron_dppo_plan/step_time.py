@@ -60,14 +60,8 @@ class ServedModel:
         """Return the time in which ``sequences`` get one token each.
 
         It is the longer of memory traffic and arithmetic. Weights are read once, however many sequences there are. Of
-        the routed experts only those that some sequence chooses are read.
-
-        Args:
-            sequences: Sequences in the batch.
-            context_tokens: Tokens of all of them, whose keys and values are read.
-            gpus: GPUs of the server.
-            machine: GPU of the servers.
-            peak: FLOP/s of the data sheet for the engine's dtype.
+        the routed experts only those that some sequence chooses are read. ``context_tokens`` are those of all
+        sequences, ``peak`` is the data sheet's FLOP/s for the engine's dtype.
         """
         chosen = 1 - (1 - self.expert_fraction) ** sequences
         moved = self.dense_bytes + chosen * self.expert_bytes + self.cache_bytes_per_token * context_tokens
@@ -80,14 +74,7 @@ class ServedModel:
 
 
 def served_model(hf_config: Any, parameters: int, expert_parameters: int, cache: KvCachePlan) -> ServedModel:
-    """Return the sizes of the model on a server.
-
-    Args:
-        hf_config: Transformers config of the model.
-        parameters: Parameters of the model.
-        expert_parameters: Parameters of routed experts among them.
-        cache: Key-value cache of a server.
-    """
+    """Return the sizes of the model on a server."""
     shape = model_shape(hf_config)
     size = cache.weight_bytes / parameters
     # A token reads one row of the input embedding.
@@ -110,14 +97,7 @@ def decode_seconds(
 ) -> float:
     """Return the time in which one server samples responses, as many at once as its cache holds.
 
-    Args:
-        lengths: Tokens of each response, in the order of the requests.
-        prompt: Tokens of each prompt.
-        capacity: Sequences that fit the cache at once.
-        model: Sizes of the model.
-        gpus: GPUs of the server.
-        machine: GPU of the servers.
-        peak: FLOP/s of the data sheet for the engine's dtype.
+    ``lengths`` are the tokens of each response in the order of the requests, ``peak`` as in ``iteration_seconds``.
     """
     waiting = list(reversed(lengths))
     # All sequences in the batch grow by one token per iteration. Each ends at a known iteration.
@@ -204,12 +184,8 @@ class StepPlan:
 def count_servers(config: Config, layout: Layout, gpus_per_server: int, servers: int | None = None) -> int:
     """Return the number of inference servers of a run.
 
-    Args:
-        config: Configuration of the run.
-        layout: Layout of the trainer.
-        gpus_per_server: GPUs of one server.
-        servers: Number that the user names. None takes it from the configuration: colocated servers use all GPUs of the
-            trainer; otherwise it is the number of URLs, or ``rollout.servers.count``.
+    ``servers`` is the number that the user names. None takes it from the configuration: colocated servers use all GPUs
+    of the trainer; otherwise it is the number of URLs, or ``rollout.servers.count``.
     """
     if config.rollout.engine == "local":
         return 0
@@ -266,19 +242,8 @@ def plan_step(
 ) -> StepPlan:
     """Return the estimate of a step.
 
-    Args:
-        config: Configuration of the run.
-        layout: Layout of the trainer.
-        machine: Machine of trainer and servers.
-        batch: Batch sizes.
-        cache: Key-value cache of a server.
-        token_bytes: Bytes of the columns of a response.
-        transfers: Bytes of sync and checkpoint.
-        model: Result of ``served_model``.
-        updates: Seconds of the updates of a step.
-        host_per_rank: Bytes of an offloaded optimizer, and of state that leaves the GPU while colocated servers sample.
-        shape: Shape of the model.
-        servers: See ``count_servers``.
+    ``updates`` are the seconds of a step's updates. ``host_per_rank`` is the bytes of an offloaded optimizer, and of
+    state that leaves the GPU while colocated servers sample.
     """
     num_servers = count_servers(config, layout, cache.gpus_per_server, servers)
     server_gpus = 0 if config.rollout.servers.colocated else num_servers * cache.gpus_per_server

@@ -11,14 +11,7 @@ from megatron_dppo_plan.step_time import StepPlan
 
 
 def sbatch_line(file: str, overrides: Sequence[str], step: StepPlan, machine: GpuNode) -> str:
-    """Return the sbatch line of a run with ``launch/qwen3_moe_dppo.sh``.
-
-    Args:
-        file: Configuration.
-        overrides: Its overrides and flags.
-        step: Planned step, whose GPUs and seconds decide on nodes and ``--signal``.
-        machine: Machine of all nodes.
-    """
+    """Return the sbatch line of a run with ``launch/qwen3_moe_dppo.sh``."""
     per_node = machine.gpus_per_node
     trainer_gpus = step.gpus - step.server_gpus
     server_nodes = math.ceil(step.server_gpus / per_node)

@@ -28,11 +28,7 @@ class PlannedTeacher:
 
     @classmethod
     def from_config(cls, config: Config) -> PlannedTeacher | None:
-        """Return the teacher of ``distillation.teacher_path``, or None.
-
-        Raises:
-            CheckpointError: Neither a folder nor a known model.
-        """
+        """Return the teacher of ``distillation.teacher_path``, or None."""
         path = config.distillation.teacher_path
         if path is None:
             return None

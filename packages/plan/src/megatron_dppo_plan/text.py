@@ -22,12 +22,7 @@ _PHASE_COLUMNS = ("head", "row", "replay")
 
 
 def format_plan(plan: Plan, *, verbose: bool = False) -> str:
-    """Return the plan as text.
-
-    Args:
-        plan: Plan of a run.
-        verbose: Also list the collectives of each rank.
-    """
+    """Return the plan as text. ``verbose`` adds the collectives of each rank."""
     note = [] if plan.model.note is None else [plan.model.note]
     if plan.config.model.transformer.get("moe_token_dispatcher_type") == "flex":
         ratio = dispatch_ratio(plan.config, plan.model.hf_config, plan.layout)

@@ -32,11 +32,7 @@ class Budget:
         self._left = _MAX_STEPS
 
     def spend(self, steps: int) -> None:
-        """Count steps before they are made.
-
-        Raises:
-            ConfigError: Fewer are left.
-        """
+        """Count steps before they are made."""
         self._left -= steps
         if self._left < 0:
             raise ConfigError(f"The file takes more than {_MAX_STEPS:,} steps to read, or as many characters. {_FIX}")
@@ -56,22 +52,14 @@ def limited() -> Iterator[None]:
 
 
 def spend(steps: int) -> None:
-    """Count steps of the file that is read. Outside of ``limited`` nothing is counted.
-
-    Raises:
-        ConfigError: Fewer are left.
-    """
+    """Count steps of the file that is read. Outside of ``limited`` nothing is counted."""
     budget = _current.get()
     if budget is not None:
         budget.spend(steps)
 
 
 def check_size(num_characters: int) -> None:
-    """Refuse a value before it is made.
-
-    Raises:
-        ConfigError: It is longer than any value of a launch file.
-    """
+    """Refuse a value before it is made."""
     if num_characters > _MAX_VALUE:
         raise ConfigError(f"The file makes a value of more than {_MAX_VALUE:,} characters. {_FIX}")
 
@@ -81,9 +69,6 @@ def call_limited(function: Callable[[], Any]) -> Any:
 
     The budget counts what Python does. The parsers are C code, whose time is not linear in the text.
     A process with several threads calls the function itself, because a child would inherit their locks.
-
-    Raises:
-        ConfigError: It took more, or raised this itself.
     """
     if threading.active_count() > 1 or not hasattr(os, "fork"):
         return function()

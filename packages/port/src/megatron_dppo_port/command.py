@@ -50,9 +50,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     Returns:
         0, or 1 if the configuration is incomplete or invalid.
-
-    Raises:
-        ConfigError: The file cannot be read, an option is wrong, or the output exists.
     """
     from megatron_dppo_port.budget import call_limited
     from megatron_dppo_port.port import port

@@ -168,14 +168,10 @@ _PRIME_RL_09 |= {"trainer.loss.type": "ipo", "trainer.loss.eps": 0.3, "trainer.l
 DEFAULTS: dict[str, dict[str, Mapping[str, Any]]] = {
     "verl": {
         "0.9.1": _VERL,
-        "1dda039": _VERL_OLDER,
-        "0.9.0": _VERL_OLDER,
-        "0.8.0": _VERL_OLDER,
-        "0.7.1": _VERL_OLDER,
-        "0.6.1": _VERL_OLDER,
+        **dict.fromkeys(("1dda039", "0.9.0", "0.8.0", "0.7.1", "0.6.1"), _VERL_OLDER),
         "0.5.0": {**_WITHOUT_CORRECTION, _R + "name": "vllm"},
     },
-    "slime": {"624b824": _SLIME, "0.3.1": _SLIME, "0.3.0": _SLIME},
+    "slime": dict.fromkeys(("624b824", "0.3.1", "0.3.0"), _SLIME),
     "prime-rl": {"0.9.0": _PRIME_RL_09, "559b447": _PRIME_RL},
 }
 """Defaults by framework and version, the newest release first."""

@@ -29,11 +29,7 @@ class ServerGpus:
 
 
 def put_server_count(draft: Draft, gpus: ServerGpus, *source_keys: str) -> None:
-    """Set the number of servers of a node: other stacks fill their GPUs with servers, here the number is a key.
-
-    Raises:
-        UnreadSettingError: A server spans nodes, or the GPUs do not hold one.
-    """
+    """Set the number of servers of a node: other stacks fill their GPUs with servers, here the number is a key."""
     if gpus.per_server > gpus.per_node * gpus.num_nodes:
         reason = f"a server of {gpus.per_server} GPUs does not fit on {gpus.num_nodes} * {gpus.per_node}"
         raise UnreadSettingError(source_keys[0], reason)
@@ -50,17 +46,7 @@ def put_server_count(draft: Draft, gpus: ServerGpus, *source_keys: str) -> None:
 
 
 def put_targets(draft: Draft, names: Sequence[str], key: str, note: str = "") -> None:
-    """Set the linear layers that get adapters, from the names of PEFT, Megatron or prime-rl.
-
-    Args:
-        draft: Draft of the configuration.
-        names: Names of the layers.
-        key: Setting that lists them.
-        note: Difference in meaning. Empty if there is none.
-
-    Raises:
-        UnreadSettingError: A name is a pattern, or has no counterpart here.
-    """
+    """Set the linear layers that get adapters, from the names of PEFT, Megatron or prime-rl. ``key`` lists them."""
     if list(names) == ["all-linear"]:
         draft.record(key, "ported", "lora.target_modules keeps its default, all linear layers of attention and MLPs")
         return

@@ -201,6 +201,11 @@ class Draft:
             self.handled.add(source_key)
             self.rows.append(PortedSetting(source_key, _shown(self.source[source_key].value), status, text))
 
+    def translate(self, key: str, path: str, convert: Callable[[Any], Any], note: str = "") -> None:
+        """Set a key of this package to the converted value of one setting. None sets nothing."""
+        with self.target(path):
+            self.put(path, self.read(key, convert), key, note=note)
+
 
 @cache
 def _package_default(path: str) -> Any:
@@ -298,8 +303,6 @@ def is_null(value: Any) -> bool:
 
 def flag(value: Any) -> bool:
     """Parse a boolean of hydra, YAML or argparse. A flag without a value is true."""
-    if isinstance(value, bool):
-        return value
     if value == []:
         return True
     return {"true": True, "false": False, "1": True, "0": False}[text(value).lower()]
@@ -323,12 +326,22 @@ def number(value: Any) -> float:
     return parsed
 
 
+def nonzero(value: Any) -> float | None:
+    """Parse a finite float. None for 0, which changes nothing."""
+    return number(value) or None
+
+
 def integer(value: Any) -> int:
     """Parse an integer, also ``1e3``."""
     parsed = number(value)
     if parsed != int(parsed):
         raise ValueError(value)
     return int(parsed)
+
+
+def filter_size(value: Any) -> int:
+    """Parse top-k. Other stacks have -1 for no filter, and this package 0."""
+    return max(0, integer(value))
 
 
 def items(value: Any) -> list[str]:

@@ -11,12 +11,13 @@ from typing import Any
 import tomli_w
 
 from megatron_dppo.config.io import config_problems
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.report.printable import printable_toml
 from megatron_dppo_port import prime_rl, slime, verl
 from megatron_dppo_port.budget import limited
 from megatron_dppo_port.defaults import DEFAULTS, default_version
-from megatron_dppo_port.draft import FILL_IN, Draft, PortedSetting, Rule, apply_rules
+from megatron_dppo_port.draft import FILL_IN, Draft, PortedSetting, apply_rules
 from megatron_dppo_port.settings import OTHER_FILES, SourceFile, read_shell, read_toml, read_yaml
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]*[A-Za-z0-9_]", re.ASCII)
@@ -25,18 +26,8 @@ _MAX_SETTINGS = 10_000
 _FIX = "Fix: give the training command itself"
 
 
-@dataclass(frozen=True)
-class _Framework:
-    table: Mapping[str, Rule]
-    patterns: Mapping[str, Rule]
-    combine: Callable[[Draft], None]
-
-
-_FRAMEWORKS = {
-    "verl": _Framework(verl.TABLE, verl.PATTERNS, verl.combine),
-    "slime": _Framework(slime.TABLE, slime.PATTERNS, slime.combine),
-    "prime-rl": _Framework(prime_rl.TABLE, prime_rl.PATTERNS, prime_rl.combine),
-}
+_FRAMEWORKS = {"verl": verl, "slime": slime, "prime-rl": prime_rl}
+"""Modules with ``TABLE``, ``PATTERNS`` and ``combine``."""
 _READERS: dict[str, Callable[[Path, Path, Mapping[str, str]], SourceFile]] = {
     ".sh": read_shell,
     ".yaml": read_yaml,
@@ -97,16 +88,7 @@ def port(
 
 
 def translate(source: SourceFile, name: str, version: str | None = None) -> PortedConfig:
-    """Translate the settings of a file.
-
-    Args:
-        source: Settings of the file.
-        name: Name of the run, if the file has none.
-        version: Version of the framework whose defaults apply. None uses the newest release.
-
-    Raises:
-        ConfigError: The version is unknown.
-    """
+    """Translate the settings of a file. ``name`` is that of a run whose file has none."""
     if len(source.settings) > _MAX_SETTINGS:
         raise ConfigError(f"The file has {len(source.settings):,} settings, more than {_MAX_SETTINGS:,}. {_FIX}")
     version = version or default_version(source.framework)
@@ -117,13 +99,15 @@ def translate(source: SourceFile, name: str, version: str | None = None) -> Port
     defaults = {**DEFAULTS[source.framework][version], **source.defaults}
     draft = Draft(source.settings, defaults, f"{source.framework} {version}")
     framework.combine(draft)
-    apply_rules(draft, framework.table, framework.patterns)
+    apply_rules(draft, framework.TABLE, framework.PATTERNS)
     if draft.get("run.output_dir") is None:
         draft.put("run.output_dir", f"runs/{name}", note="named after the file")
+    # Sections as in the documentation.
+    in_order = {name: draft.values[name] for name in Config.model_fields if name in draft.values}
     return PortedConfig(
         stack=source.framework,
         version=version,
-        toml=printable_toml(tomli_w.dumps(_sort_sections(draft.values))),
+        toml=printable_toml(tomli_w.dumps(in_order)),
         rows=draft.rows,
         problems=[*source.problems, *_problems(draft)],
         num_processes=draft.num_processes,
@@ -138,10 +122,3 @@ def _problems(draft: Draft) -> list[str]:
     # A placeholder is a wrong value of its key, which the lines above already name.
     wrong = [problem for problem in config_problems(draft.values) if FILL_IN not in problem]
     return missing + wrong
-
-
-def _sort_sections(values: dict[str, Any]) -> dict[str, Any]:
-    """Sort sections as in the documentation."""
-    from megatron_dppo.config.schema import Config
-
-    return {name: values[name] for name in Config.model_fields if name in values}

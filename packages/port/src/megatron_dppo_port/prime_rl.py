@@ -81,9 +81,8 @@ def combine(draft: Draft) -> None:
     draft.put("rollout.engine", "vllm", note="prime-rl's engine")
     with draft.target("rollout.servers.count", "rollout.vllm.data-parallel-size"):
         _servers(draft)
-    with draft.target("train.router_replay"):
-        if draft.read("trainer.enable_router_replay", flag):
-            draft.put("train.router_replay", "rollout", "trainer.enable_router_replay")
+    replay = "trainer.enable_router_replay"
+    draft.translate(replay, "train.router_replay", lambda value: "rollout" if flag(value) else None)
     with draft.target("optimizer.lr"):
         kind = draft.read("trainer.optim.type", text)
         if kind != "adamw":
@@ -118,8 +117,7 @@ def _adapters(draft: Draft) -> None:
             if value and value != harmless:
                 raise UnreadSettingError(f"{table}.{name}", f"{value}: adapters here have no {name}")
         draft.put("lora.rank", draft.read(f"{table}.rank", integer), f"{table}.rank")
-    with draft.target("lora.alpha"):
-        draft.put("lora.alpha", draft.read(f"{table}.alpha", number), f"{table}.alpha")
+    draft.translate(f"{table}.alpha", "lora.alpha", number)
     with draft.target("lora.target_modules"):
         names = draft.read(f"{table}.target_modules", items)
         if names:

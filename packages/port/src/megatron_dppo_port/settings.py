@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,34 +24,13 @@ if TYPE_CHECKING:
 
 _KNOWN_VARIABLES = ("HOME", "PWD", "USER")
 """Environment variables that paths in a script may use."""
-_NOT_PROGRAMS = (
-    "echo",
-    "printf",
-    "pkill",
-    "kill",
-    "pgrep",
-    "ps",
-    "grep",
-    "cat",
-    "ls",
-    "cp",
-    "mv",
-    "rm",
-    "vim",
-    "sed",
-    "tail",
-)
+_NOT_PROGRAMS = re.compile(r"(.*/)?(echo|printf|pkill|kill|pgrep|ps|grep|cat|ls|cp|mv|rm|vim|sed|tail)", re.DOTALL)
 _PROGRAMS = ("train.py", "train_async.py", "main_ppo.py", "main_dapo.py", "fully_async_main.py")
 _MODULES = re.compile(r"(^|\.)(\w*main_\w+|fully_async_main|train|train_async)$")
 _OTHER_PROGRAMS = re.compile(r"sft|generation|eval|convert")
 _VERL_PROGRAMS = re.compile(r"^verl\.|(^|\.)main_dapo$|main_(ppo|dapo)\.py$|fully_async_main\.py$")
 """Programs whose loss is the one that verl's settings name."""
-_SHIPPED_CONFIGS = (
-    "ppo_trainer",
-    "ppo_megatron_trainer",
-    "fully_async_ppo_trainer",
-    "fully_async_ppo_megatron_trainer",
-)
+_SHIPPED_CONFIG = re.compile(r"(fully_async_)?ppo_(megatron_)?trainer")
 """Names of verl's own configurations. Their values are the defaults of its version."""
 _KEY = re.compile(r"[+~]*[A-Za-z_][\w./@-]*=")
 _NODE_STEPS = 50
@@ -76,33 +55,24 @@ class SourceFile:
 
 
 def read_shell(path: Path, root: Path, variables: Mapping[str, str]) -> SourceFile:
-    """Read a launch script of verl or slime.
-
-    Raises:
-        ConfigError: The script has no training command, or several.
-    """
+    """Read a launch script of verl or slime."""
     environment = {name: os.environ[name] for name in _KNOWN_VARIABLES if name in os.environ} | dict(variables)
     script = read_script(read_text(path), environment, path, root)
     launch = find_launch(path, script, first_argument)
     program = launch.program[-1].text
     is_slime = program.rpartition("/")[2] in _PROGRAMS[:2] or program.rpartition(".")[2] in ("train", "train_async")
-    if is_slime:
-        source = SourceFile("slime", problems=launch.problems)
-        if "train_async" in program:
-            source.defaults = dict(SLIME_ASYNC)
-        _parse_flags(source, launch.arguments)
-    else:
-        source = SourceFile("verl", problems=launch.problems)
+    source = SourceFile("slime" if is_slime else "verl", problems=launch.problems)
+    if not is_slime:
         _read_verl_launch(source, launch, path, root)
+        return source
+    if "train_async" in program:
+        source.defaults = dict(SLIME_ASYNC)
+    _parse_flags(source, launch.arguments)
     return source
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """Return the text of a file."""
     try:
         return read_regular_file(path, MAX_FILE_BYTES).decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -113,7 +83,7 @@ def read_text(path: Path) -> str:
 
 def first_argument(words: Sequence[str]) -> int | None:
     """Return the index of the first argument of a training program. None for other commands."""
-    if words and words[0].rpartition("/")[2] in _NOT_PROGRAMS:
+    if words and _NOT_PROGRAMS.fullmatch(words[0]):
         return None
     for i, word in enumerate(words):
         module = words[i + 1] if i + 1 < len(words) else ""
@@ -135,7 +105,7 @@ def _read_verl_launch(source: SourceFile, launch: Launch, path: Path, root: Path
         source.problems.append(f"{program} is not verl's own program and may have another loss. Fix: check [loss]")
     name = _option(launch.arguments, ("--config-name", "-cn"))
     folder = _option(launch.arguments, ("--config-path", "-cp"))
-    if name is not None and name.text.removesuffix(".yaml") not in _SHIPPED_CONFIGS:
+    if name is not None and not _SHIPPED_CONFIG.fullmatch(name.text.removesuffix(".yaml")):
         _read_hydra_config(source, name, folder, path, root, program)
     _parse_overrides(source, launch.arguments)
     resolve_references(source)
@@ -161,10 +131,14 @@ def _read_hydra_config(
             "verl's repository, if it has the file"
         )
         return
-    values = _load_yaml(file)
-    for entry in values.pop("defaults", []):
-        if str(entry) not in (*_SHIPPED_CONFIGS, "_self_"):
-            source.problems.append(f"{file.name}: its entry {entry!r} in defaults was not read; it may set any key")
+    _add_yaml(source, _load_yaml(file), f"{file.name}: its entry")
+
+
+def _add_yaml(source: SourceFile, values: dict[str, Any], entry_name: str) -> None:
+    """Add the settings of hydra's YAML, and a problem for each other file that it names."""
+    for entry in values.pop("defaults", None) or []:
+        if entry != "_self_" and not _SHIPPED_CONFIG.fullmatch(str(entry)):
+            source.problems.append(f"{entry_name} {entry!r} in defaults was not read; it may set any key")
     source.settings |= {key: Setting(value) for key, value in flatten(values) if not key.startswith("hydra.")}
 
 
@@ -200,8 +174,7 @@ def _parse_overrides(source: SourceFile, words: Sequence[Word]) -> None:
 
 
 def _setting(word: Word, value: Any) -> Setting:
-    reason = word.unknown or word.blank
-    return Setting(value, reason)
+    return Setting(value, word.unknown or word.blank)
 
 
 def _add_opaque(source: SourceFile, word: Word) -> None:
@@ -221,9 +194,8 @@ def _parse_flags(source: SourceFile, words: Sequence[Word]) -> None:
         elif not text and word.unknown:
             continue
         elif key and not (word.unknown and _is_opaque(text, source.settings[key])):
-            setting = source.settings[key]
-            setting.value.append(text)
-            source.settings[key] = Setting(setting.value, setting.unread or word.unknown or word.blank)
+            before = source.settings[key]
+            source.settings[key] = Setting([*before.value, text], before.unread or word.unknown or word.blank)
         elif word.unknown:
             _add_opaque(source, word)
     if "custom-config-path" in source.settings:
@@ -236,21 +208,14 @@ def _is_opaque(text: str, setting: Setting) -> bool:
 
 
 def read_yaml(path: Path, root: Path, variables: Mapping[str, str]) -> SourceFile:
-    """Read verl's settings as YAML.
-
-    Raises:
-        ConfigError: The file is not YAML, or has none of verl's tables.
-    """
+    """Read verl's settings as YAML."""
     values = _load_yaml(path)
     if not {"actor_rollout_ref", "data", "trainer"} & values.keys():
         name = next((str(key) for key in values if key in FOREIGN_KEY_NAMES), "num_generations")
         tables = "expected verl's tables (actor_rollout_ref, data, trainer)"
         raise ConfigError(f"{str(path)!r}: {tables}. {OTHER_FILES.format(name=name)}")
     source = SourceFile("verl")
-    for entry in values.pop("defaults", None) or []:
-        if str(entry) not in (*_SHIPPED_CONFIGS, "_self_"):
-            source.problems.append(f"the entry {entry!r} in defaults was not read; it may set any key")
-    source.settings = {key: Setting(value) for key, value in flatten(values) if not key.startswith("hydra.")}
+    _add_yaml(source, values, "the entry")
     resolve_references(source)
     return source
 
@@ -276,9 +241,7 @@ def _load_yaml(path: Path) -> dict[str, Any]:
 def _expanded_size(node: yaml.Node, sizes: dict[int, int]) -> int:
     """Return the characters and nodes of a YAML node with a copy for each alias.
 
-    Args:
-        node: The node.
-        sizes: Sizes by the identity of a node. 0 marks one whose parts are being counted.
+    A size of 0 in ``sizes``, by identity, marks a node whose parts are being counted.
     """
     size = sizes.get(id(node))
     if size is None:
@@ -310,11 +273,7 @@ def resolve_references(source: SourceFile) -> None:
 
 
 def read_toml(path: Path, root: Path, variables: Mapping[str, str]) -> SourceFile:
-    """Read prime-rl's configuration.
-
-    Raises:
-        ConfigError: The file is not TOML, or has none of prime-rl's tables.
-    """
+    """Read prime-rl's configuration."""
     try:
         values = tomllib.loads(read_text(path))
     except ValueError as error:
@@ -333,11 +292,7 @@ def flatten(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
         if isinstance(value, dict) and value:
             yield from flatten(value, name + ".")
         elif isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
-            yield from _flatten_list(value, name)
+            for i, part in enumerate(value):
+                yield from flatten(part, f"{name}[{i}].")
         else:
             yield name, value
-
-
-def _flatten_list(parts: Iterable[Mapping[str, Any]], name: str) -> Iterator[tuple[str, Any]]:
-    for i, part in enumerate(parts):
-        yield from flatten(part, f"{name}[{i}].")

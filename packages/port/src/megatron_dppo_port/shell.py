@@ -21,19 +21,13 @@ def read_script(
 ) -> Script:
     r"""Return the commands of a script with their words, in order.
 
+    ``file`` is the script's path, for ``$0``. ``root`` is the folder that sourced files must be inside. None reads
+    none.
+
     Example:
         >>> script = read_script("N=2\nA=(--n $N)\nif [ $N = 2 ]; then run ${A[@]} --m=$((N * 3)); fi", {})
         >>> [[word.text for word in command.words] for command in script.commands]
         [['run', '--n', '2', '--m=6']]
-
-    Args:
-        text: A bash script.
-        environment: Known environment variables such as HOME.
-        file: Path of the script, for ``$0``.
-        root: Folder that sourced files must be inside. None reads none.
-
-    Raises:
-        ConfigError: The text is not bash.
     """
     reader = ScriptReader(State({name: {"0": Word(value)} for name, value in environment.items()}), root)
     reader.expander.script = str(file.resolve()) if file is not None else None
@@ -60,13 +54,7 @@ class Launch:
 def find_launch(file: Path, script: Script, starts: Callable[[Sequence[str]], int | None]) -> Launch:
     """Return the training command of a script.
 
-    Args:
-        file: Path of the script, for errors.
-        script: The script.
-        starts: Function that returns the index of a training command's first argument, or None.
-
-    Raises:
-        ConfigError: No training command, or several, which may be different runs.
+    ``starts`` returns the index of a training command's first argument, or None.
     """
     launches: list[Launch] = []
     strays: list[str] = []

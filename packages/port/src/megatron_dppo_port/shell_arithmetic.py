@@ -126,9 +126,7 @@ def parse_integer(word: Word) -> int:
     Raises:
         UnknownValueError: The word is unknown or no integer.
     """
-    if word.unknown:
-        raise UnknownValueError(word.unknown)
-    text = word.text.strip()
+    text = word.known.strip()
     # A leading 0 means octal.
     if re.fullmatch(r"[+-]?0[0-7]+", text):
         return int(text, 8)

@@ -190,17 +190,8 @@ class ScriptReader(ControlFlow):
     def let(self, node: Node, arguments: Sequence[Word]) -> bool | None:
         """Read ``let X=expression``."""
         for word in arguments:
-            tree = parse(f"(( {word.text} ))")
-            self.walk_all(tree)
+            self.walk_all(parse(f"(( {word.text} ))"))
         return None
-
-    def get_option(self, node: Node, arguments: Sequence[Word]) -> bool | None:
-        """Read ``getopts``, which fails if there are no arguments."""
-        return None if self.expander.arguments else False
-
-    def test_words(self, node: Node, arguments: Sequence[Word]) -> bool | None:
-        """Read ``test ...``."""
-        return evaluate_words(arguments)
 
 
 _BUILTINS: dict[str, Callable[[ScriptReader, Node, Sequence[Word]], bool | None]] = {
@@ -217,8 +208,9 @@ _BUILTINS: dict[str, Callable[[ScriptReader, Node, Sequence[Word]], bool | None]
     "shift": ScriptReader.shift,
     "set": ScriptReader.set_arguments,
     "let": ScriptReader.let,
-    "test": ScriptReader.test_words,
-    "getopts": ScriptReader.get_option,
+    "test": lambda reader, node, words: evaluate_words(words),
+    # It fails if there are no arguments.
+    "getopts": lambda reader, node, words: None if reader.expander.arguments else False,
     "true": lambda reader, node, words: True,
     ":": lambda reader, node, words: True,
     "echo": lambda reader, node, words: True,

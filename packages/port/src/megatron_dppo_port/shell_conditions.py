@@ -59,9 +59,7 @@ def evaluate_words(words: Sequence[Word]) -> bool | None:
 def _expression(expander: Expander, node: Node) -> bool | None:
     kind = node.type
     if kind in ("test_command", "parenthesized_expression"):
-        if len(node.named_children) != 1:
-            return None
-        return _expression(expander, node.named_children[0])
+        return _expression(expander, node.named_children[0]) if len(node.named_children) == 1 else None
     if kind == "unary_expression":
         sign = node_text(node.child_by_field_name("operator"))
         operand = node.named_children[-1]
@@ -70,11 +68,10 @@ def _expression(expander: Expander, node: Node) -> bool | None:
         if sign == "-v":
             # Where the script does not set it, the environment may.
             return True if node_text(operand) in expander.state.variables else None
-        word = expander.join(operand)
-        return _unary(sign, _known(word))
+        return _unary(sign, expander.join(operand).known)
     if kind == "binary_expression":
         return _binary_expression(expander, node)
-    return _known(expander.join(node)) != ""
+    return expander.join(node).known != ""
 
 
 def _binary_expression(expander: Expander, node: Node) -> bool | None:
@@ -83,28 +80,15 @@ def _binary_expression(expander: Expander, node: Node) -> bool | None:
     if left is None or right is None:
         return None
     if sign in ("&&", "-a", "||", "-o"):
-        first, second = _maybe(expander, left), _maybe(expander, right)
+        first, second = evaluate_test(expander, left), evaluate_test(expander, right)
         if sign in ("&&", "-a"):
             return both(first, second)
         return negate(both(negate(first), negate(second)))
     # Only ``[[`` takes an unquoted right side as a pattern.
     is_pattern = right.type not in ("string", "raw_string") and node_text(node.parent).startswith("[[")
-    if right.type in ("extglob_pattern", "regex"):
-        return _binary(_known(expander.join(left)), sign, node_text(right), is_pattern)
-    return _binary(_known(expander.join(left)), sign, _known(expander.join(right)), is_pattern)
-
-
-def _maybe(expander: Expander, node: Node) -> bool | None:
-    try:
-        return _expression(expander, node)
-    except UnknownValueError:
-        return None
-
-
-def _known(word: Word) -> str:
-    if word.unknown:
-        raise UnknownValueError(word.unknown)
-    return word.text
+    first_word = expander.join(left).known
+    is_text = right.type in ("extglob_pattern", "regex")
+    return _binary(first_word, sign, node_text(right) if is_text else expander.join(right).known, is_pattern)
 
 
 def _unary(sign: str, text: str) -> bool | None:

@@ -251,10 +251,6 @@ class ControlFlow(ABC):
         self._guarded(f"line {line(node)}: {node_text(left)[:60]}", lambda: second.append(self.walk(right)))
         return both(first, second[0]) if is_and else second[0]
 
-    def test(self, node: Node) -> bool | None:
-        """Evaluate ``[ ... ]`` and ``[[ ... ]]``."""
-        return evaluate_test(self.expander, node)
-
     def compound(self, node: Node) -> bool | None:
         """Read ``{ ...; }`` or evaluate ``(( ... ))``."""
         if node.children and node.children[0].type == "((":
@@ -268,10 +264,6 @@ class ControlFlow(ABC):
             for name in assigned_names(node):
                 self._state.set(name, Word("", str(reason)))
             return None
-
-    def negated(self, node: Node) -> bool | None:
-        """Read ``! command``."""
-        return negate(self.walk_all(node))
 
     def isolated(self, node: Node) -> bool | None:
         """Read a subshell or a pipeline, whose assignments end with it."""
@@ -354,9 +346,9 @@ _RULES: dict[str, Callable[[ControlFlow, Node], bool | None]] = {
     "if_statement": ControlFlow.branch,
     "case_statement": ControlFlow.select,
     "list": ControlFlow.combine,
-    "test_command": ControlFlow.test,
+    "test_command": lambda reader, node: evaluate_test(reader.expander, node),
     "compound_statement": ControlFlow.compound,
-    "negated_command": ControlFlow.negated,
+    "negated_command": lambda reader, node: negate(reader.walk_all(node)),
     "subshell": ControlFlow.isolated,
     "pipeline": ControlFlow.isolated,
     "redirected_statement": ControlFlow.redirected,

@@ -41,11 +41,7 @@ class Expander:
         self._arithmetic = Arithmetic(lambda: self.state, self._operand)
 
     def integer(self, node: Node) -> int:
-        """Return the value of an arithmetic expression.
-
-        Raises:
-            UnknownValueError: A part of it is unknown or no integer.
-        """
+        """Return the value of an arithmetic expression."""
         return self._arithmetic.integer(node)
 
     def _operand(self, node: Node) -> Word:
@@ -165,7 +161,7 @@ class Expander:
         if first.type == "#" and len(inside) == 2:
             return self._length(inside[1])
         if first.type == "!" and len(inside) == 2:
-            return self._variable(self._known(self._variable(node_text(inside[1]))))
+            return self._variable(self._variable(node_text(inside[1])).known)
         if first.type not in ("variable_name", "special_variable_name", "subscript"):
             raise UnknownValueError(f"{node_text(node)} is an unsupported expansion")
         if len(inside) == 1:
@@ -230,10 +226,10 @@ class Expander:
         uncertain = next((word.unknown for word in variable.values() if word.unknown), None)
         if uncertain:
             raise UnknownValueError(uncertain)
-        key = self._known(self.join(index))
+        key = self.join(index).known
         # A subscript is arithmetic, where a name needs no ``$``.
         if key not in variable and key.isidentifier() and key in self.state.variables:
-            key = self._known(self._variable(key))
+            key = self._variable(key).known
         if re.fullmatch(r"-\d{1,9}", key) and all(name.isdigit() for name in variable):
             key = str(len(variable) + int(key))
         if key not in variable:
@@ -263,7 +259,7 @@ class Expander:
         return text
 
     def _transform(self, node: Node, value: Word, sign: str, arguments: Sequence[Node]) -> Word:
-        text = self._known(value)
+        text = value.known
         parts = re.fullmatch(r"\$\{\w+(?:\[[^]]*\])?(%%|%|##|#|//|/|:|,,|\^\^|,|\^)(.*)\}", node_text(node), re.DOTALL)
         if parts is None:
             raise UnknownValueError(f"{node_text(node)} is an unsupported expansion")
@@ -272,7 +268,7 @@ class Expander:
             return Word(text.lower() if sign == ",," else text.upper())
         for child in arguments:
             if child.is_named and child.type in ("expansion", "simple_expansion", "string"):
-                argument = argument.replace(node_text(child), self._known(self.join(child)))
+                argument = argument.replace(node_text(child), self.join(child).known)
         if sign in ("%", "%%", "#", "##"):
             return Word(_strip(text, argument.strip("\"'"), sign))
         if sign in ("/", "//"):
@@ -291,14 +287,9 @@ class Expander:
     def _length(self, node: Node) -> Word:
         if node.type == "subscript" and node_text(node).endswith(("[@]", "[*]")):
             variable = self.state.variables.get(node_text(node.child_by_field_name("name")), {})
-            self._known(join_words(list(variable.values())))
+            _ = join_words(list(variable.values())).known
             return Word(str(len(variable)))
-        return Word(str(len(self._known(self._parameter(node)))))
-
-    def _known(self, word: Word) -> str:
-        if word.unknown:
-            raise UnknownValueError(word.unknown)
-        return word.text
+        return Word(str(len(self._parameter(node).known)))
 
     def _substitution(self, node: Node) -> Word:
         """Return the output of a command that only names a path or numbers."""
@@ -315,7 +306,7 @@ class Expander:
                 raise unknown
             words = [word for part in command.named_children for word in self.words(part)]
             # Unknown arguments raise: the output depends on them.
-            name, arguments = words[0].text, [self._known(word) for word in words[1:] if word.text != "--"]
+            name, arguments = words[0].text, [word.known for word in words[1:] if word.text != "--"]
             if name == "cd" and len(arguments) == 1:
                 folder = resolve_path(folder, arguments[0])
             else:

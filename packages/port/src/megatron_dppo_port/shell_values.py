@@ -26,11 +26,6 @@ class UnknownValueError(Exception):
     """A value that is known only by running the script."""
 
 
-def node_text(node: Node | None) -> str:
-    """Return the source text of a node. Empty for None."""
-    return (node.text or b"").decode() if node is not None else ""
-
-
 class UnsetVariableError(UnknownValueError):
     """A variable that is not set."""
 
@@ -41,6 +36,11 @@ def parse(text: str) -> Node:
     # The grammar does not see $1 behind a part of a word (tree-sitter-bash 0.25.1), but sees ${1} there.
     text = re.sub(r"(?<=[\w}.,:/+-])\$(\d)", r"${\1}", text)
     return Parser(Language(tree_sitter_bash.language())).parse(text.encode()).root_node
+
+
+def node_text(node: Node | None) -> str:
+    """Return the source text of a node. Empty for None."""
+    return (node.text or b"").decode() if node is not None else ""
 
 
 def line(node: Node) -> int:
@@ -69,6 +69,13 @@ class Word:
         check_size(len(self.text))
         # The object itself takes as much memory as some characters.
         spend(_WORD_STEPS + len(self.text))
+
+    @property
+    def known(self) -> str:
+        """Text of the word. Raises ``UnknownValueError`` if a part of it is unknown."""
+        if self.unknown:
+            raise UnknownValueError(self.unknown)
+        return self.text
 
     @property
     def splits(self) -> list[Word]:
@@ -166,12 +173,7 @@ class State:
 
 
 def merge_states(states: Sequence[State], line: int) -> State:
-    """Return the state after branches of which any may have been taken.
-
-    Args:
-        states: State at the end of each branch.
-        line: Line of the condition, for the reasons.
-    """
+    """Return the state after branches of which any may have been taken. ``line`` is that of the condition."""
     merged = states[0].copy()
     for state in states[1:]:
         for name in [*merged.variables, *(name for name in state.variables if name not in merged.variables)]:

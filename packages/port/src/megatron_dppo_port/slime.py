@@ -10,6 +10,7 @@ from megatron_dppo_port.draft import (
     NoCounterpart,
     Rule,
     UnreadSettingError,
+    filter_size,
     flag,
     integer,
     items,
@@ -27,20 +28,13 @@ _MODEL = "the model's shape is read from model.path/config.json"
 _BOXED = ("math", "deepscaler", "dapo", "boxed_math")
 _RAY = "torchrun or srun starts the processes; there is no Ray"
 _OPTIMIZER = ("optimizer-cpu-offload", "overlap-cpu-optimizer-d2h-h2d", "use-precision-aware-optimizer")
+_OPTIMIZER_NUMBERS = ("lr", "min-lr", "weight-decay", "adam-beta1", "adam-beta2", "adam-eps", "clip-grad")
 _STAGES = ("sglang-pp-size", "sglang-pipeline-parallel-size")
 _PARALLEL = ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
 
 
-def _steps(value: object) -> int:
-    return max(0, integer(value))
-
-
 def _replay(mode: str) -> Rule:
-    def rule(draft: Draft, key: str) -> None:
-        with draft.target("train.router_replay"):
-            draft.put("train.router_replay", mode if draft.read(key, flag) else None, key)
-
-    return rule
+    return lambda draft, key: draft.translate(key, "train.router_replay", lambda value: mode if flag(value) else None)
 
 
 TABLE: dict[str, Rule] = {
@@ -62,24 +56,17 @@ TABLE: dict[str, Rule] = {
     "rollout-max-response-len": map_to("rollout.max_new_tokens", integer),
     "rollout-temperature": map_to("rollout.temperature", number),
     "rollout-top-p": map_to("rollout.top_p", number),
-    "rollout-top-k": map_to("rollout.top_k", _steps),
+    "rollout-top-k": map_to("rollout.top_k", filter_size),
     "balance-data": map_to("train.balance_ranks", flag),
     "eval-interval": map_to("eval.every", integer),
     "n-samples-per-eval-prompt": map_to("eval.samples_per_prompt", integer),
     "eval-max-response-len": map_to("eval.max_new_tokens", integer),
     "entropy-coef": map_to("loss.entropy_coef", number),
-    "lr": map_to("optimizer.lr", number),
-    "min-lr": map_to("optimizer.min_lr", number),
     "lr-decay-style": map_to("optimizer.lr_decay_style", text),
     "lr-warmup-iters": map_to("optimizer.lr_warmup_steps", integer),
     "use-rollout-logprobs": unsupported("the anchor is always the rollout's own log-probability"),
     "decoder-first-pipeline-num-layers": map_to("model.transformer.num_layers_in_first_pipeline_stage", integer),
     "decoder-last-pipeline-num-layers": map_to("model.transformer.num_layers_in_last_pipeline_stage", integer),
-    "weight-decay": map_to("optimizer.weight_decay", number),
-    "adam-beta1": map_to("optimizer.adam_beta1", number),
-    "adam-beta2": map_to("optimizer.adam_beta2", number),
-    "adam-eps": map_to("optimizer.adam_eps", number),
-    "clip-grad": map_to("optimizer.clip_grad", number),
     "accumulate-allreduce-grads-in-fp32": map_to("optimizer.grad_reduce_in_fp32", flag),
     "seed": map_to("run.seed", integer),
     "partial-rollout": unsupported("rollout.partial_rollouts, with rollout.oversample and rollout.abort_slowest"),
@@ -97,6 +84,7 @@ TABLE: dict[str, Rule] = {
     "rollout-function-path": unsupported("the rollout scheduler cannot be replaced"),
 } | {f"{name}-parallel-size": map_to(f"parallel.{name.replace('-', '_')}_parallel_size", integer) for name in _PARALLEL}
 TABLE |= {name: map_to("optimizer." + name.replace("-", "_"), flag) for name in _OPTIMIZER}
+TABLE |= {name: map_to("optimizer." + name.replace("-", "_"), number) for name in _OPTIMIZER_NUMBERS}
 _SHAPE = """num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups group-query-attention
 kv-channels vocab-size normalization norm-epsilon swiglu disable-bias-linear qk-layernorm rotary-base rotary-percent
 use-rotary-position-embeddings position-embedding-type untie-embeddings-and-output-weights num-experts moe-
@@ -294,7 +282,7 @@ def _evaluation(draft: Draft) -> None:
             if len(sets) < len(pairs) // 2:
                 raise UnreadSettingError("eval-prompt-data", f"two sets have one name: {' '.join(pairs[::2])}")
             draft.put("data.eval", sets, "eval-prompt-data")
-    for name, convert in (("temperature", number), ("top-p", number), ("top-k", _steps)):
+    for name, convert in (("temperature", number), ("top-p", number), ("top-k", filter_size)):
         path = "eval." + name.replace("-", "_")
         with draft.target(path):
             value = draft.read(f"eval-{name}", convert)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_dppo_port.draft import Draft, UnreadSettingError, flag, integer, number, text
-from megatron_dppo_port.verl_loss import KL_ESTIMATORS
+from megatron_dppo_port.draft import Draft, UnreadSettingError, flag, integer, nonzero, number, text
+from megatron_dppo_port.verl_loss import kl_estimator
 
 _ADVANTAGES = {"grpo": "std", "gspo": "std", "cispo": "std", "reinforce_plus_plus": "none"}
 _ADVANTAGES["reinforce_plus_plus_baseline"] = "mean"
@@ -41,13 +41,11 @@ def _loss(draft: Draft) -> None:
     name = "gspo" if estimator == "gspo" else "ppo_decoupled" if is_corrected else "ppo_clip"
     note = "the old policy is recomputed" if name == "ppo_decoupled" else _ANCHOR
     draft.put("loss.name", name, note=note)
-    with draft.target("loss.clip_ratio_low"):
-        draft.put("loss.clip_ratio_low", draft.read("eps-clip", number), "eps-clip")
+    draft.translate("eps-clip", "loss.clip_ratio_low", number)
     with draft.target("loss.clip_ratio_high"):
         draft.put("loss.clip_ratio_high", _upper(draft), *_upper_key(draft))
     if name != "gspo":
-        with draft.target("loss.dual_clip"):
-            draft.put("loss.dual_clip", draft.read("eps-clip-c", number), "eps-clip-c")
+        draft.translate("eps-clip-c", "loss.dual_clip", number)
     if is_corrected:
         with draft.target("loss.mismatch", "loss.mismatch_low", "loss.mismatch_high"):
             _correction(draft, name)
@@ -71,8 +69,7 @@ def _correction(draft: Draft, name: str) -> None:
         raise UnreadSettingError("use-tis", "GSPO here compares with the rollout's own log-probabilities")
     draft.put("loss.mismatch", "truncate", "use-tis")
     draft.put("loss.mismatch_high", draft.read("tis-clip", number), "tis-clip")
-    low = draft.read("tis-clip-low", number)
-    draft.put("loss.mismatch_low", low or None, "tis-clip-low")
+    draft.put("loss.mismatch_low", draft.read("tis-clip-low", nonzero), "tis-clip-low")
 
 
 def _aggregation(draft: Draft) -> None:
@@ -115,17 +112,15 @@ def _advantage(draft: Draft) -> None:
 
 def _balance(draft: Draft) -> None:
     """Translate the load-balancing loss and the bias update of the routers, which add to the gradient if above 0."""
-    for key, name in (("moe-aux-loss-coeff", "moe_aux_loss_coeff"), ("moe-z-loss-coeff", "moe_z_loss_coeff")):
-        path = f"model.transformer.{name}"
-        with draft.target(path):
-            value = draft.read(key, number)
-            draft.put(path, value or None, key)
-            if value and name == "moe_aux_loss_coeff":
-                kind = draft.read("moe-router-load-balancing-type", text) or "aux_loss"
-                draft.put("model.transformer.moe_router_load_balancing_type", kind, "moe-router-load-balancing-type")
-    with draft.target("model.transformer.moe_router_bias_update_rate"):
-        rate = draft.read("moe-router-bias-update-rate", number)
-        draft.put("model.transformer.moe_router_bias_update_rate", rate or None, "moe-router-bias-update-rate")
+    path = "model.transformer.moe_aux_loss_coeff"
+    with draft.target(path):
+        value = draft.read("moe-aux-loss-coeff", nonzero)
+        draft.put(path, value, "moe-aux-loss-coeff")
+        if value:
+            kind = draft.read("moe-router-load-balancing-type", text) or "aux_loss"
+            draft.put("model.transformer.moe_router_load_balancing_type", kind, "moe-router-load-balancing-type")
+    for key in ("moe-z-loss-coeff", "moe-router-bias-update-rate"):
+        draft.translate(key, f"model.transformer.{key.replace('-', '_')}", nonzero)
 
 
 def _penalties(draft: Draft) -> None:
@@ -133,11 +128,8 @@ def _penalties(draft: Draft) -> None:
         value = draft.read("kl-loss-coef", number)
         if draft.read("use-kl-loss", flag) and value:
             draft.put("loss.kl_coef", value, "kl-loss-coef", "use-kl-loss")
-            with draft.target("loss.kl_estimator"):
-                estimator = draft.read("kl-loss-type", lambda name: KL_ESTIMATORS[text(name)])
-                draft.put("loss.kl_estimator", estimator, "kl-loss-type")
-    with draft.target("reward.kl_coef"):
-        draft.put("reward.kl_coef", draft.read("kl-coef", number) or None, "kl-coef")
+            draft.translate("kl-loss-type", "loss.kl_estimator", kl_estimator)
+    draft.translate("kl-coef", "reward.kl_coef", nonzero)
     for key in ("use-kl-loss", "kl-loss-coef", "kl-loss-type", "kl-coef"):
         if key in draft.source and draft.source[key].unread is None:
             draft.record(key, "ported", "no penalty")

@@ -8,6 +8,7 @@ from megatron_dppo_port.draft import (
     Draft,
     NoCounterpart,
     Rule,
+    filter_size,
     flag,
     integer,
     leave_without_counterpart,
@@ -31,10 +32,6 @@ _SCORING = "training and scoring use the same batch"
 _MANAGER = "scores come from reward.function; the overlong penalty of dapo is reward.overlong_buffer_tokens"
 _SEQUENCE_PARALLEL = (_A + "ulysses_sequence_parallel_size", _A + "fsdp_config.ulysses_sequence_parallel_size")
 """Counterparts of context parallelism in FSDP's backend. The first one replaces the second if it is above 1."""
-
-
-def _steps(value: object) -> int:
-    return max(0, integer(value))
 
 
 TABLE: dict[str, Rule] = {
@@ -68,12 +65,12 @@ TABLE: dict[str, Rule] = {
     _R + "n": map_to("rollout.samples_per_prompt", integer),
     _R + "temperature": map_to("rollout.temperature", number),
     _R + "top_p": map_to("rollout.top_p", number),
-    _R + "top_k": map_to("rollout.top_k", _steps),
+    _R + "top_k": map_to("rollout.top_k", filter_size),
     _R + "calculate_log_probs": unsupported("the rollout's log-probabilities are always recorded"),
     _R + "val_kwargs.n": map_to("eval.samples_per_prompt", integer),
     _R + "val_kwargs.temperature": map_to("eval.temperature", number),
     _R + "val_kwargs.top_p": map_to("eval.top_p", number),
-    _R + "val_kwargs.top_k": map_to("eval.top_k", _steps),
+    _R + "val_kwargs.top_k": map_to("eval.top_k", filter_size),
     _R + "val_kwargs.do_sample": unsupported("set by eval.temperature; 0 = greedy"),
     "trainer.critic_warmup": unsupported("there is no critic"),
     "trainer.val_before_train": unsupported("the weights before training are always evaluated"),
@@ -136,16 +133,8 @@ PATTERNS: dict[str, Rule] = {
     "ray_": unsupported("no Ray"),
     "model_engine": unsupported("Megatron is the only engine"),
 }
-_LOSS_PARAMETERS = [
-    "clip_ratio",
-    "clip_ratio_low",
-    "clip_ratio_high",
-    "clip_ratio_c",
-    "tau_pos",
-    "tau_neg",
-    "loss_scale_factor",
-]
-TABLE |= {_A + name: _loss_parameter for name in _LOSS_PARAMETERS}
+_CLIPS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+TABLE |= {_A + name: _loss_parameter for name in (*_CLIPS, "tau_pos", "tau_neg", "loss_scale_factor")}
 _OFFLOADS = [
     _A + f"{engine}.{part}_offload"
     for engine in ("megatron", "fsdp_config", "veomni")
@@ -185,9 +174,7 @@ def _sizes(draft: Draft) -> None:
         _asynchronous_sizes(draft)
     else:
         _synchronous_sizes(draft)
-    with draft.target("rollout.dynamic_sampling"):
-        if draft.read("algorithm.filter_groups.enable", flag):
-            draft.put("rollout.dynamic_sampling", True, "algorithm.filter_groups.enable")
+    draft.translate("algorithm.filter_groups.enable", "rollout.dynamic_sampling", lambda value: flag(value) or None)
     with draft.target("data.overlong_prompts"):
         if draft.read("data.filter_overlong_prompts", flag):
             draft.put("data.overlong_prompts", "drop", "data.filter_overlong_prompts")
@@ -231,9 +218,7 @@ def _lengths(draft: Draft) -> None:
 
 
 def _synchronous_sizes(draft: Draft) -> None:
-    with draft.target("rollout.prompts_per_step"):
-        batch = draft.read("data.train_batch_size", integer)
-        draft.put("rollout.prompts_per_step", batch, "data.train_batch_size")
+    draft.translate("data.train_batch_size", "rollout.prompts_per_step", integer)
     with draft.target("train.mini_batches"):
         batch = draft.read("data.train_batch_size", integer)
         mini = draft.read(_A + "ppo_mini_batch_size", integer)
@@ -251,8 +236,9 @@ def _put_quotient(draft: Draft, batch: int | None, mini: int | None) -> None:
     if not batch or not mini:
         return
     if batch % mini:
-        draft.record(key, "unread", f"{batch} prompts a step are not a multiple of {mini}")
-        draft.leave_to_user("train.mini_batches", key, f"{batch} prompts a step are not a multiple of {mini}")
+        reason = f"{batch} prompts a step are not a multiple of {mini}"
+        draft.record(key, "unread", reason)
+        draft.leave_to_user("train.mini_batches", key, reason)
     else:
         draft.put("train.mini_batches", batch // mini, key, "data.train_batch_size", note=f"{batch} / {mini} prompts")
 

@@ -33,8 +33,12 @@ _FIXED_AGGREGATIONS = {
     "gmpo": "geo_mean.loss_agg_mode",
 }
 """Entries of the version's defaults for losses that ignore ``loss_agg_mode``."""
-KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-"""Names of KL estimators in verl and slime."""
+_KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+
+def kl_estimator(name: object) -> str:
+    """Parse the name of a KL estimator in verl and slime."""
+    return _KL_ESTIMATORS[text(name)]
 
 
 def combine_loss(draft: Draft) -> None:
@@ -66,7 +70,7 @@ def _loss(draft: Draft) -> None:
             # loss_mode, in the driver's copy of the configuration, which the actors do not read.
             draft.record(_C + "bypass_mode", "ported", "the anchor is the rollout's own log-probability, as here")
         _put_limits(draft, "loss.divergence_threshold_low", "loss.divergence_threshold_high")
-        _put_cap(draft, "loss.ratio_cap")
+        draft.translate(_CAP, "loss.ratio_cap", number)
     elif mode == "vanilla":
         _vanilla(draft)
     elif mode == "gspo":
@@ -81,17 +85,11 @@ def _loss(draft: Draft) -> None:
             draft.put("loss.ratio_cap", 1 + _limit(draft, _HIGH), _HIGH)
     elif mode == "geo_mean":
         draft.put("loss.name", "gmpo", _MODE)
-        for path, key in (("loss.log_clip_low", _LOW), ("loss.log_clip_high", _HIGH)):
-            with draft.target(path):
-                draft.put(path, _limit(draft, key), key)
+        _put_limits(draft, "loss.log_clip_low", "loss.log_clip_high")
     elif mode == "sapo":
         draft.put("loss.name", "sapo", _MODE)
-        for path, key in (
-            ("loss.gate_temperature_high", _A + "tau_pos"),
-            ("loss.gate_temperature_low", _A + "tau_neg"),
-        ):
-            with draft.target(path):
-                draft.put(path, draft.read(key, number), key)
+        draft.translate(_A + "tau_pos", "loss.gate_temperature_high", number)
+        draft.translate(_A + "tau_neg", "loss.gate_temperature_low", number)
     else:
         raise UnreadSettingError(_MODE, f"no loss here is verl's {mode!r}; choose one of docs/losses/README.md")
     if draft.get("loss.mismatch") is None:
@@ -109,12 +107,11 @@ def _vanilla(draft: Draft) -> None:
     if is_corrected and not normalized and not draft.read(_C + "rollout_rs", text):
         draft.put("loss.name", "ppo_decoupled", _MODE, level, note="recomputed old policy, truncated correction")
         draft.put("loss.mismatch", "truncate", level, note="rollout_is = token")
-        with draft.target("loss.mismatch_high"):
-            draft.put("loss.mismatch_high", draft.read(limit, number), limit)
+        draft.translate(limit, "loss.mismatch_high", number)
     else:
         draft.put("loss.name", "verl/vanilla", _MODE)
     _put_limits(draft, "loss.clip_ratio_low", "loss.clip_ratio_high")
-    _put_cap(draft, "loss.dual_clip")
+    draft.translate(_CAP, "loss.dual_clip", number)
 
 
 def _correction(draft: Draft) -> None:
@@ -132,11 +129,6 @@ def _put_limits(draft: Draft, low: str, high: str) -> None:
     for path, key in ((low, _LOW), (high, _HIGH)):
         with draft.target(path):
             draft.put(path, _limit(draft, key), key)
-
-
-def _put_cap(draft: Draft, path: str) -> None:
-    with draft.target(path):
-        draft.put(path, draft.read(_CAP, number), _CAP)
 
 
 def _aggregation(draft: Draft) -> None:
@@ -188,9 +180,7 @@ def _penalties(draft: Draft) -> None:
             value = draft.read(coefficient, number)
             if value:
                 draft.put("loss.kl_coef", value, coefficient, is_used)
-                with draft.target("loss.kl_estimator"):
-                    estimator = draft.read(kind, lambda name: KL_ESTIMATORS[text(name)])
-                    draft.put("loss.kl_estimator", estimator, kind)
+                draft.translate(kind, "loss.kl_estimator", kl_estimator)
     in_reward, reward_coefficient = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
     with draft.target("reward.kl_coef"):
         if draft.read(in_reward, flag):

@@ -69,8 +69,7 @@ def _engine(draft: Draft) -> None:
             )
             draft.put("rollout.weight_sync.method", "ipc", note="servers on the trainer's GPUs")
         for theirs, ours in _SERVER_FLAGS[engine].items():
-            with draft.target(f"rollout.{engine}.{ours}"):
-                draft.put(f"rollout.{engine}.{ours}", draft.read(_R + theirs, literal), _R + theirs)
+            draft.translate(_R + theirs, f"rollout.{engine}.{ours}", literal)
     # It has no value only if verl has no default engine and the file names none.
     if draft.get("rollout.engine") is not None:
         with draft.target("rollout.servers.count"):
@@ -160,8 +159,7 @@ def _length(draft: Draft) -> None:
                 draft.put("run.num_steps", steps, steps_key)
                 draft.record(epochs_key, "unsupported", f"{steps_key} sets the length")
     if draft.get("run.num_steps") is None:
-        with draft.target("run.num_epochs"):
-            draft.put("run.num_epochs", draft.read(epochs_key, number), epochs_key)
+        draft.translate(epochs_key, "run.num_epochs", number)
     with draft.target("checkpoint.save_every"):
         every = draft.read("trainer.save_freq", integer)
         if every is not None and every > 0:

@@ -68,11 +68,7 @@ def agent_view(records: Sequence[Mapping[str, Any]], failures: FailureCounts) ->
 def turns(given: NDArray[np.bool_], segment_lengths: Sequence[int], start: int, stop: int) -> list[list[int]]:
     """Return the turns of an episode among the tokens that are shown; empty for a plain response.
 
-    Args:
-        given: True for tokens that were not sampled. Shape [R].
-        segment_lengths: Tokens of each segment. Empty: there is one.
-        start: First token that is shown.
-        stop: Token behind the last one.
+    ``given`` [R] marks tokens that were not sampled. Those from ``start`` to before ``stop`` are shown.
 
     Returns:
         ``[first token, counted from the first shown one; 1 if sampled; index of the segment]`` of each turn.
@@ -90,10 +86,7 @@ def turns(given: NDArray[np.bool_], segment_lengths: Sequence[int], start: int, 
 def tool_times(times: Sequence[Mapping[str, Any]], start: int, stop: int) -> list[list[object]]:
     """Return ``[index of the response's last token, seconds, names]`` of the tools that shown responses called.
 
-    Args:
-        times: ``Completion.tool_times``.
-        start: First token that is shown. Indices count from it.
-        stop: Token behind the last one.
+    ``times`` are ``Completion.tool_times``. Indices count from ``start``, the first token that is shown.
     """
     return [
         [each["position"] - start, round(each["seconds"], 3), _tool_names(each["tools"])]

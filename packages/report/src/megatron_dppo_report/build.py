@@ -53,14 +53,8 @@ class ReportedRun(NamedTuple):
 def build(runs: Sequence[ReportedRun], *, ledger: Path | None = None, refresh: float = 0) -> str:
     """Return the page.
 
-    Args:
-        runs: The runs. A click on a curve opens the step of one of them.
-        ledger: File of ``megatron-dppo diagnose --json`` for the first run. None shows no ledger.
-        refresh: Seconds after which the page reloads itself. 0 disables it.
-
-    Raises:
-        ConfigError: A folder has no records.
-        DataError: A file cannot be read.
+    ``ledger`` is a file of ``megatron-dppo diagnose --json`` for the first run. The page reloads itself every
+    ``refresh`` seconds, with 0 never.
     """
     budget = Budget(len(runs))
     steps: list[str] = []
@@ -106,11 +100,7 @@ _PARTS = ("page.html", "page.css", "charts.js", "tokens.js", "page.js")
 
 
 def check_target(target: Path) -> None:
-    """Check that a report can be written there; only an existing report may be overwritten.
-
-    Raises:
-        ConfigError: Another file has that name, or the folder does not exist.
-    """
+    """Check that a report can be written there; only an existing report may be overwritten."""
     if not target.absolute().parent.is_dir():
         raise ConfigError(f"{str(target)!r} is in a folder that does not exist; choose another file")
     if os.path.lexists(target):
@@ -123,12 +113,7 @@ def check_target(target: Path) -> None:
 
 
 def write_report(target: Path, text: str) -> None:
-    """Replace the file atomically; a file that is not a report is kept.
-
-    Raises:
-        ConfigError: See ``check_target``.
-        DiskError: The file cannot be written.
-    """
+    """Replace the file atomically; a file that is not a report is kept."""
     check_target(target)
     with disk_errors(target, "the report"):
         write_synced(target, text)
@@ -204,11 +189,7 @@ def _shown(value: object) -> str:
 
 
 def _ledger(file: Path) -> dict[str, object]:
-    """Return the causes of a ledger.
-
-    Raises:
-        DataError: The file is not a ledger.
-    """
+    """Return the causes of a ledger."""
     try:
         ledger = json.loads(read_regular_file(file))
         rows = [

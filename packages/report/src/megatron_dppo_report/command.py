@@ -31,11 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Write the report; with ``--watch``, repeatedly until the run is finished or the command interrupted.
-
-    Raises:
-        UserError: No such run, or the file cannot be written.
-    """
+    """Write the report; with ``--watch``, repeatedly until the run is finished or the command interrupted."""
     from megatron_dppo.report.steps.files import recorded_steps
     from megatron_dppo_report.build import FILE, build, check_target, write_report
     from megatron_dppo_report.reported_run import open_run

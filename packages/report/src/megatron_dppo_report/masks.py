@@ -45,11 +45,7 @@ class MaskCounts:
     def add(self, step: StepTokens, decode: Decode | None, cap: float, other_masks: OtherMasks | None) -> None:
         """Add the tokens of a step.
 
-        Args:
-            step: The tokens.
-            decode: Function that decodes token ids. None: kinds by position only.
-            cap: Cap C of the loss's weight; infinity if it has none.
-            other_masks: Decisions of other losses. None leaves them out.
+        Without ``decode`` tokens have kinds by position only. ``cap`` is C of the loss's weight; infinity without one.
         """
         acts = step.trained & (step.advantages != 0)
         self.masked += int((step.masked & acts).sum())

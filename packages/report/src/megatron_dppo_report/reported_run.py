@@ -27,15 +27,7 @@ _RECORDED_INPUTS = {"rollout_logprobs", "sequence_ids", "token_weights"}
 
 
 def open_run(folder: Path, name: str = "") -> ReportedRun:
-    """Return a run for the report.
-
-    Args:
-        folder: Output folder of the run.
-        name: Name on the page. Empty uses the name of the folder.
-
-    Raises:
-        ConfigError: No such folder.
-    """
+    """Return a run for the report."""
     if not folder.is_dir():
         raise ConfigError(f"{str(folder)!r} is not a folder; expected the folder of a run (run.output_dir)")
     loss = _loss(folder)

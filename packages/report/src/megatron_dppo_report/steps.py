@@ -26,11 +26,7 @@ _MAX_MASKED_TOKENS = 12
 
 
 class Budget:
-    """Number of tokens and points per step, which bounds the size of the page.
-
-    Args:
-        runs: Number of runs on the page.
-    """
+    """Number of tokens and points per step, which bounds the size of the page."""
 
     def __init__(self, runs: int) -> None:
         self._runs = runs
@@ -42,13 +38,7 @@ class Budget:
 
 
 def step_view(step: StepTokens, decode: Decode | None, budget: tuple[int, int]) -> dict[str, Any]:
-    """Return the data of one step, with rounded numbers and each token's text once in ``vocabulary``.
-
-    Args:
-        step: Tokens of the step.
-        decode: Function that decodes token ids. None shows the ids.
-        budget: Numbers of tokens and points.
-    """
+    """Return the data of one step, with rounded numbers and each token's text once in ``vocabulary``."""
     most_masked = masked_tokens(step, _MAX_MASKED_TOKENS)
     rows = _chosen(step, budget[0])
     points = _points(step, rows, budget[1])

@@ -40,9 +40,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     Returns:
         1 if more than 5 % of the mismatch is unexplained, else 0.
-
-    Raises:
-        UserError: A wrong argument, an unusable run or dump, or a JSON file that cannot be written.
     """
     from megatron_dppo_doctor.diagnose.ledger import format_ledger
 

@@ -51,14 +51,7 @@ class DumpedSample:
 def read_dump(path: Path, limit: int | None = None, vocab_size: int | None = None) -> list[DumpedSample]:
     """Read the samples of a dump. The file name determines the format.
 
-    Args:
-        path: ``.jsonl`` or ``.parquet`` with one row per response, or a torch file written by slime.
-        limit: Number of samples to read, at least 1. None reads all. Later rows are not checked.
-        vocab_size: Vocabulary size for the check of ids. None skips it.
-
-    Raises:
-        DataError: Missing or unreadable file, unknown format, invalid row or value, or a dump without token ids or
-            log-probabilities. Also a Parquet file without pyarrow.
+    Rows behind the first ``limit`` samples are not checked.
     """
     _check_file(path)
     dumped: list[DumpedSample] = []

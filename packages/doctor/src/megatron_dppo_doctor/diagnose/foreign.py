@@ -58,18 +58,7 @@ class DeclaredSampling:
 
 
 def diagnose_rollouts(path: Path, model: str, declared: DeclaredSampling, limit: int | None) -> Ledger:
-    """Return the ledger of a dump.
-
-    Args:
-        path: See ``read_dump``.
-        model: Hugging Face folder of the trained weights.
-        declared: Sampling parameters.
-        limit: Number of samples to read. None reads all.
-
-    Raises:
-        UserError: The dump is unusable (see ``read_dump``) or does not match the model, or the model's
-            log-probabilities are not finite.
-    """
+    """Return the ledger of a dump."""
     hf_config = read_hf_config(model)
     dumped = read_dump(path, limit, model_shape(hf_config).vocab_size)
     copy = build_hf_model(hf_config, torch.float32).to(Platform.detect().device)

@@ -123,14 +123,7 @@ def make_ledger(
 ) -> Ledger:
     """Compute the ledger of a chain of scorings.
 
-    Args:
-        trained: Log pi of the trainer, ``[num_tokens]``.
-        chain: Scorings from there to the engine's; the last one is log mu.
-        absent: See ``Ledger``.
-        notes: See ``Ledger``.
-
-    Raises:
-        ValueError: No tokens, scorings of another length, or values that are not finite.
+    ``trained`` is the trainer's log pi ``[num_tokens]``; the last scoring of the chain is log mu.
     """
     before = trained.double()
     if not len(before) or not chain:

@@ -14,12 +14,7 @@ from megatron_dppo.types.model_folder import HfConfig
 
 
 class TokenByToken(nn.Module):
-    """Linear attention that reads some tokens at once and every later one alone, with the state before it.
-
-    Args:
-        layer: The layer of transformers, which computes both.
-        hf_config: Configuration of the model.
-    """
+    """Linear attention that reads some tokens at once and every later one alone, with the state before it."""
 
     def __init__(self, layer: nn.Module, hf_config: HfConfig) -> None:
         super().__init__()

@@ -25,12 +25,7 @@ from megatron_dppo_doctor.diagnose.recurrence import decoding_linear_attention
 
 
 class ForcedRoutes:
-    """Replay of recorded experts, and of their combine weights, in the routers of a model.
-
-    Args:
-        model: See ``RouteRecorder``.
-        shape: Shape of the routes.
-    """
+    """Replay of recorded experts, and of their combine weights, in the routers of a model."""
 
     def __init__(self, model: Any, shape: RoutingShape) -> None:
         self._shape = shape
@@ -81,13 +76,9 @@ def rescore(
 ) -> list[Tensor]:
     """Return the fp32 log-probabilities ``[T]`` of the labels of each sample, in one pass over its complete sequence.
 
-    Args:
-        model: A transformers causal language model.
-        samples: The samples. The softmax is over their sampling masks, if they have any.
-        temperature: Divides the logits.
-        forced: Replays the samples' routes; None leaves the routers live.
-        fp32_head: Compute the output layer in fp32, on the hidden states and weights as they are.
-        token_by_token: Read the response one token at a time in linear attention, as decoding does.
+    The softmax is over the samples' sampling masks, if they have any. ``forced`` replays their routes. ``fp32_head``
+    computes the output layer in fp32, on the hidden states and weights as they are. ``token_by_token`` reads the
+    response one token at a time in linear attention, as decoding does.
     """
     device = next(model.parameters()).device
     results = []
@@ -149,11 +140,7 @@ def _prompt_length(sample: TrainingSample) -> int:
 def with_filter(model: Any, sample: TrainingSample, params: SamplingParams, responses: int) -> TrainingSample:
     """Return a sample with the sampling mask that the filters of ``params`` give on the model's own distributions.
 
-    Args:
-        model: A transformers causal language model.
-        sample: The sample; its labels are always allowed.
-        params: Sampling parameters.
-        responses: Number of response tokens, at the end of the sample.
+    The labels, of the last ``responses`` tokens, are always allowed.
     """
     device = next(model.parameters()).device
     scores = model(input_ids=sample.tokens[None].to(device), use_cache=False).logits[0, -responses:].float()

@@ -45,14 +45,7 @@ from megatron_dppo_doctor.diagnose.scoring import RunScorer, Snapshots
 def diagnose_run(folder: Path, overrides: Sequence[str] = (), *, with_functions: bool = False) -> Ledger:
     """Return the ledger of a run at its newest checkpoint. It is the same on every rank.
 
-    Args:
-        folder: ``run.output_dir`` of a stopped run.
-        overrides: Overrides of its configuration, as for ``train``.
-        with_functions: Execute the functions that the configuration names. False executes none.
-
-    Raises:
-        UserError: No run, a run in use or without weights, or another number of processes. Or ``with_functions`` is
-            False, and functions are needed to sample, or to continue a stale run.
+    ``with_functions`` executes the functions that the configuration names.
     """
     before = load_diagnosed_config(folder, overrides, with_functions=with_functions)
     config = diagnosis_config(before)
@@ -79,11 +72,7 @@ def diagnose_run(folder: Path, overrides: Sequence[str] = (), *, with_functions:
 
 
 def load_diagnosed_config(folder: Path, overrides: Sequence[str], *, with_functions: bool = False) -> Config:
-    """Load the configuration of the run in a folder; the arguments are those of ``diagnose_run``.
-
-    Raises:
-        ConfigError: Missing or unusable, without its warmed-up model, or it needs functions that must not be executed.
-    """
+    """Load the configuration of the run in a folder; the arguments are those of ``diagnose_run``."""
     # Last, so that they win: the diagnosis must not overwrite the run or begin it anew.
     safe = ("--run.overwrite", "false", "--checkpoint.resume", "auto", "--checkpoint.accept_changes", "true")
     config = load_run_config(folder, [*overrides, *safe], with_functions=with_functions)

@@ -37,11 +37,7 @@ _Scores = list[Tensor]
 
 
 class Snapshots:
-    """Copies of this rank's weights on the host, for each policy version that the engine received.
-
-    Args:
-        trainer: Trainer of the policy.
-    """
+    """Copies of this rank's weights on the host, for each policy version that the engine received."""
 
     def __init__(self, trainer: PolicyTrainer) -> None:
         self._trainer = trainer

@@ -44,9 +44,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     Returns:
         0, or 1 if there is a problem.
-
-    Raises:
-        UserError: The arguments or the configuration cannot be used (exit code 2).
     """
     from megatron_dppo_doctor.doctor.combinations import find_bad_combinations
     from megatron_dppo_doctor.doctor.job_rank import read_job_rank

@@ -26,17 +26,10 @@ def run_job_check(
 ) -> int:
     """Check the job together with all other ranks; rank 0 prints.
 
-    Args:
-        job: This process.
-        folder: Folder of the run, which all nodes have to see.
-        inspect_servers: Function that returns lines and problems of inference servers. Rank 0 calls it.
-        json_file: File for the report of rank 0. None: no file.
+    All nodes have to see ``folder``. Rank 0 calls ``inspect_servers`` and writes ``json_file``.
 
     Returns:
         Exit code: 1 on rank 0 if there is a problem.
-
-    Raises:
-        JobError: The ranks do not find each other.
     """
     set_torch_variables(job)
     report = _Report(job, json_file)
@@ -64,11 +57,7 @@ def run_job_check(
 
 
 def _exchange_facts(store: Store, job: JobRank) -> list[RankFacts]:
-    """Return the facts of all ranks, in their order.
-
-    Raises:
-        JobError: A rank does not report in time.
-    """
+    """Return the facts of all ranks, in their order."""
     store.set(f"facts/{job.rank}", json.dumps(asdict(inspect_rank(job))))
     keys = [f"facts/{rank}" for rank in range(job.world_size)]
     try:

@@ -36,11 +36,7 @@ class JobRank:
 
 
 def read_job_rank(environ: Mapping[str, str]) -> JobRank | None:
-    """Return this process's place in a job by the launcher's variables; None in a process that runs alone.
-
-    Raises:
-        ConfigError: The variables name no address of rank 0, and Slurm cannot be asked for it.
-    """
+    """Return this process's place in a job by the launcher's variables; None in a process that runs alone."""
     if int(environ.get("WORLD_SIZE", "1")) > 1:
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
         if missing:

@@ -37,11 +37,7 @@ _CLOCK_PINGS = 5
 
 
 def join_store(job: JobRank) -> Store:
-    """Connect to the store of the job.
-
-    Raises:
-        JobError: Rank 0's machine cannot be reached at this address.
-    """
+    """Connect to the store of the job."""
     try:
         return TCPStore(
             job.address,
@@ -78,11 +74,6 @@ def measure_clocks(store: Store, job: JobRank, hosts: list[str]) -> dict[str, fl
     """Return the seconds by which each host's clock is ahead of rank 0's; empty on ranks other than 0.
 
     Rank 0 asks the first rank of each node for its time. Half of the shortest round trip bounds the error.
-
-    Args:
-        store: Store of the job.
-        job: This process.
-        hosts: Host of each rank.
     """
     first_ranks = {host: hosts.index(host) for host in dict.fromkeys(hosts)}
     offsets = {}
@@ -108,13 +99,7 @@ def measure_clocks(store: Store, job: JobRank, hosts: list[str]) -> dict[str, fl
 
 
 def measure_network(store: Store, job: JobRank, hosts: list[str]) -> Iterator[str | Finding]:
-    """Check and time gloo and, with GPUs, NCCL between all ranks. Every rank runs it; yields the same on all.
-
-    Args:
-        store: Store of the job.
-        job: This process.
-        hosts: Host of each rank.
-    """
+    """Check and time gloo and, with GPUs, NCCL between all ranks. Every rank runs it; yields the same on all."""
     ranks_per_node = max(hosts.count(host) for host in set(hosts))
     has_devices = torch.cuda.is_available() and ranks_per_node <= torch.cuda.device_count()
     backends = ["gloo", *(["nccl"] if has_devices else [])]

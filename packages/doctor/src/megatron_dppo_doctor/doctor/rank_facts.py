@@ -154,9 +154,7 @@ def name_ranks(facts: Sequence[RankFacts]) -> str:
 def compare_facts(facts: Sequence[RankFacts], clock_offsets: Mapping[str, float]) -> Iterator[Finding]:
     """Yield what is wrong on a rank or differs between ranks.
 
-    Args:
-        facts: Facts of all ranks that reported, in any order.
-        clock_offsets: Seconds by which the clock of each host is ahead of rank 0's.
+    ``clock_offsets`` are the seconds by which the clock of each host is ahead of rank 0's.
     """
     ranks_by_combination: dict[tuple[str, str, bool], list[RankFacts]] = {}
     for rank in facts:

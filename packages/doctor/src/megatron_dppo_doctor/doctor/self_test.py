@@ -59,12 +59,7 @@ class SelfTestReport:
 
 
 def run_self_test(devices: int, *, environment: Mapping[str, str] | None = None) -> SelfTestReport:
-    """Start one process for each device, or two on the CPU, and collect their checks.
-
-    Args:
-        devices: Number of CUDA devices of this machine.
-        environment: Environment of the processes. None inherits this one's.
-    """
+    """Start one process for each device, or two on the CPU, and collect their checks."""
     world_size = devices or CPU_PROCESSES
     start_time = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:

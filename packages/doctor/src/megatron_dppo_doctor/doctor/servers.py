@@ -33,13 +33,7 @@ class ServerReport:
 
 
 def inspect_servers(urls: Sequence[str], needs: ServerRequirements | None, key: str | None) -> list[ServerReport]:
-    """Inspect servers concurrently.
-
-    Args:
-        urls: Addresses of the servers.
-        needs: Requirements of a run. None only describes the servers.
-        key: API key.
-    """
+    """Inspect servers concurrently. ``needs`` None only describes the servers."""
     with ThreadPoolExecutor(max_workers=min(32, max(1, len(urls)))) as pool:
         return list(pool.map(lambda url: _inspect_server(url, needs, key), urls))
 

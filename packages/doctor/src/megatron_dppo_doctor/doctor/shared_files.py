@@ -27,13 +27,7 @@ def check_shared_folder(folder: Path, store: Store, job: JobRank, hosts: list[st
     """Check that each node sees rank 0's writes and renames, and is kept out by its lock.
 
     Rank 0 makes a folder of its own in ``folder`` and removes it at the end. The first rank of each other node reads.
-    Every rank runs it; rank 0 yields the results.
-
-    Args:
-        folder: Existing folder, or one whose nearest existing parent is taken.
-        store: Store of the job.
-        job: This process.
-        hosts: Host of each rank.
+    Every rank runs it; rank 0 yields the results. Of a missing folder the nearest existing parent is taken.
     """
     readers = [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]
     if not readers:

@@ -23,11 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Replay a step and print the comparison.
-
-    Raises:
-        UserError: See ``replay_step``, or the JSON file exists or cannot be written.
-    """
+    """Replay a step and print the comparison."""
     require_new(options.json, "--json")
     if options.step < 1:
         raise ConfigError(f"--step {options.step}: expected 1 or more, a step of metrics.jsonl")

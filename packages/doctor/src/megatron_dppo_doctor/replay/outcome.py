@@ -62,8 +62,7 @@ class ReplayOutcome:
     def text(self, *, verbose: bool = False) -> str:
         """Return the outcome as text for the terminal.
 
-        Args:
-            verbose: List all metrics. Otherwise those that differ most.
+        ``verbose`` lists all metrics instead of those that differ most.
         """
         width = max((len(name) for name in self.metrics), default=0)
         shown = sorted(self.metrics if verbose else self._most_different())

@@ -57,17 +57,8 @@ class ReplayedRun:
 def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> ReplayOutcome | None:
     """Recompute a recorded step. A collective call of all processes.
 
-    Args:
-        folder: ``run.output_dir`` of the run.
-        step: Number of the step in ``metrics.jsonl``.
-        overrides: Overrides of its configuration, as for ``train``.
-
     Returns:
         The comparison on rank 0, None on other ranks.
-
-    Raises:
-        UserError: The step was not recorded, its checkpoint is missing, or the checkpoint cannot be resharded to the
-            layout of these processes.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     file = _recorded_file(folder, step)
@@ -145,11 +136,7 @@ def _replay_config(folder: Path, meta: StepMeta, world: int, overrides: Sequence
 
 
 def _find_checkpoint(folder: Path, step: int, fork_from: str | None) -> Path | None:
-    """Return the checkpoint of the preceding step, in the run or its fork source. None for the first step.
-
-    Raises:
-        CheckpointError: It is missing or damaged.
-    """
+    """Return the checkpoint of the preceding step, in the run or its fork source. None for the first step."""
     from megatron_dppo.mcore.checkpoint.folder import checkpoints, checkpoints_folder, read_state
 
     if step == 1:

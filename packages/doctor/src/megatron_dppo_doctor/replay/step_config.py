@@ -14,11 +14,7 @@ from megatron_dppo.setup.starts import CONFIG, STARTS, load_run_config, read_sta
 
 
 def load_config_of_step(folder: Path, step: int, overrides: Sequence[str]) -> Config:
-    """Return the configuration that a step of a run was trained with: that of the last start before the step.
-
-    Raises:
-        ConfigError: The folder has no run, no start before the step, or an invalid configuration.
-    """
+    """Return the configuration that a step of a run was trained with: that of the last start before the step."""
     load_run_config(folder, ())  # raises if this is not the folder of a run
     before = [start for start in read_starts(folder) if (start.get("resumed_step") or 0) < step]
     if not before:
