@@ -4,8 +4,9 @@
 #                     minutes; make example-llm-moe: its mixture of experts, with router replay
 # make example-sglang, make example-vllm    the same with rollouts from a real inference server on the CPU, installed into an
 #                     environment of its own (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
-# make test    set up, run the unit tests without the slowest, a sample of the distributed ones, three whole runs:
-#              16 minutes beside another suite
+# make test    set up, run the trainer's unit tests without the slowest, a sample of the distributed ones, three whole runs
+# make test-packages  the tests of packages/: each library alone, built and installed into an environment without the trainer;
+#                     then those of the packages that need it
 # make test-rest      the other unit tests (make test-rest-unit), distributed tests and whole runs (make test-rest-runs)
 # make test-all       every suite: test, test-rest, test-faults, test-engines, test-python312, test-bridge, test-plugins, test-packages, test-gym,
 #                     test-page, test-slurm
@@ -17,7 +18,6 @@
 # make bench-head    the head against other stacks' methods: counts and gates
 # make test-plugins   the plug-ins of examples/integrations in the released verl, SkyRL and TRL, and MLflow and Trackio, with
 #                     Python 3.12; these packages get an environment of their own (MEGATRON_DPPO_ENGINES)
-# make test-packages  each library of packages/ alone: built, installed into an environment without the trainer, tested
 # make test-gym    the tests of the extra [reasoning-gym]; installs it, which needs a C compiler
 # make test-engines   the tests with real inference servers (SGLang, vLLM), which get environments of their own outside of
 #                     this folder (MEGATRON_DPPO_ENGINES, default ~/.cache/megatron_dppo/engines)
@@ -41,6 +41,8 @@ export PYTHONUNBUFFERED := 1
 export TOKENIZERS_PARALLELISM := false
 # Megatron warns in every process about optional packages that it does not find.
 export PYTHONWARNINGS := ignore
+# pytest keeps the test files that it has rewritten, also in an environment that forbids bytecode: the next suite begins sooner.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Left out: every loss on every layout (make test-matrix has that with both versions), servers, the rest of tests/unit, and
 # builds of extensions that fail, which are tested with Python 3.11.
@@ -51,7 +53,7 @@ PYTHON312_TESTS := tests/unit/mcore/test_extensions.py \
 	'tests/distributed/test_router_replay.py::test_replay_on_every_layout[2-weights]' \
 	tests/e2e/test_demo.py::test_the_demo_runs_from_the_wheel_alone
 
-.PHONY: demo example example-llm example-llm-moe example-sglang example-vllm test test-rest test-rest-unit test-rest-runs test-all test-long engines test-engines test-faults test-faults-long test-faults-mutants test-slurm test-slurm-long test-matrix test-gym test-packages test-python312 test-bridge test-plugins test-page bench-head docs wheel lint setup clean
+.PHONY: demo example example-llm example-llm-moe example-sglang example-vllm test test-rest test-rest-unit test-rest-runs test-all test-long engines test-engines test-faults test-faults-long test-faults-mutants test-slurm test-slurm-long test-matrix test-gym test-packages test-python312 test-bridge test-plugins test-page bench-head docs wheel lint setup setup-python312 clean
 
 demo:
 	@python=$$(tools/setup_env.sh) && $$python -m megatron_dppo.commands.main demo --output $(OUT) --seed $(SEED) $(ARGS)
@@ -86,13 +88,16 @@ SAMPLE := tests/e2e/test_training.py::test_reward_and_held_out_accuracy_rise \
 	tests/distributed/test_vocab_logprobs.py
 
 test:
-	@python=$$(tools/setup_env.sh) && $$python -m pytest $(SAMPLE) tests/unit packages -m "not slow" -n 2 --dist loadfile \
+	@python=$$(tools/setup_env.sh) && $$python -m pytest $(SAMPLE) tests/unit -m "not slow" -n 2 --dist loadfile \
 		--no-loadscope-reorder --durations 15 $(ARGS)
 
 test-rest: test-rest-unit test-rest-runs
 
+# The libraries run all of theirs alone (make test-packages).
+LIBRARIES = $(shell PYTHONPATH=tools python3 -c 'import source_folders; print(*source_folders.LIBRARIES)')
 test-rest-unit:
-	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/unit packages -m slow --durations 15 $(ARGS)
+	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/unit packages $(addprefix --ignore packages/,$(LIBRARIES)) -m slow \
+		--durations 15 $(ARGS)
 
 test-rest-runs:
 	@python=$$(tools/setup_env.sh) && $$python -m pytest tests/distributed tests/e2e -m "distributed or e2e" \
@@ -105,6 +110,9 @@ test-long:
 
 test-slurm-long: test-slurm
 	@python=$$(tools/setup_env.sh) && EVERYTHING=1 $$python -m pytest tests/launch -m long $(ARGS)
+
+setup-python312:
+	@tools/setup_python312.sh $(PYTHON312)
 
 test-python312:
 	@python=$$(tools/setup_python312.sh $(PYTHON312)) && $$python -m pytest $(PYTHON312_TESTS) --durations 15 $(ARGS)

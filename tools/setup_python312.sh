@@ -10,6 +10,9 @@ cd "$(dirname "$0")/.."
 # shellcheck source=tools/environment.sh
 source tools/environment.sh
 
+# Two suites of .ci/run may want it at once.
+exec 9>.venv312.lock
+flock 9
 if ! is_current .venv312/.installed; then
     python=$(find_python 12 "$@" python3.12 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python3.12) || {
         say "no Python 3.12 here: name one, as tools/setup_python312.sh /path/to/python3.12"

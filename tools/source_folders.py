@@ -14,6 +14,8 @@ PACKAGES = {
 """Folders of the packages beside the trainer by the name of the import."""
 LIBRARIES = ("answers", "conversations", "engines", "megatron_cpu", "port")
 """Folders of ``packages/`` that can be used without the trainer."""
+COMPANIONS = tuple(sorted({name.removeprefix("megatron_dppo_") for name in PACKAGES} - {*LIBRARIES}))
+"""Folders of ``packages/`` that need the trainer."""
 SOURCES = {TRAINER.name: TRAINER, **PACKAGES}
 PYTHON_FILES = tuple(file for folder in SOURCES.values() for file in sorted(folder.rglob("*.py")))
 """All modules of trainer and packages."""

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Each library of packages/ alone: built, installed into an environment without the trainer (and without torch, if it needs
-# none), and its tests there.
+# The tests of packages/. Each library alone: built, installed into an environment without the trainer (and without torch, if
+# it needs none). Then the companions with the trainer, but for their slow tests (make test-rest-unit).
 #
 #   tools/test_packages.sh PYTHON [PYTEST ARGUMENT...]     PYTHON: the trainer's interpreter
 set -euo pipefail
@@ -11,7 +11,17 @@ work=$(mktemp -d)
 trap 'rm -r "$work"' EXIT
 # setuptools leaves its work in the folder that it builds.
 git ls-files -z | xargs -0 cp --parents -t "$work"
-for library in $(PYTHONPATH=tools "$python" -c 'import source_folders; print(*source_folders.LIBRARIES)'); do
+folders() { PYTHONPATH=tools "$python" -c "import source_folders; print(*source_folders.$1)"; }
+failed=0
+# tested CODE: note what pytest returned. CI repeats what failed (--last-failed): where that is nothing, pytest returns 5.
+tested() {
+    case $1:$* in
+    0:*) ;;
+    5:*--last-failed*) ;;
+    *) failed=1 ;;
+    esac
+}
+for library in $(folders LIBRARIES); do
     "$python" -m venv "$work/$library"
     pip=("$work/$library/bin/python" -m pip install -q --disable-pip-version-check)
     mapfile -t requirements < <("$python" - "packages/$library/pyproject.toml" <<'END'
@@ -38,8 +48,12 @@ END
         "${pip[@]}" --no-deps "$work"
     fi
     "${pip[@]}" --no-deps "$work/packages/$library"
-    (cd "$work/packages/$library" && "$work/$library/bin/python" -m pytest -q -c /dev/null --rootdir . --confcutdir . tests "$@") || {
-        # CI repeats what failed (--last-failed): in the other library that is nothing, which pytest calls 5.
-        [ $? = 5 ] && [[ "$*" == *--last-failed* ]]
-    }
+    code=0
+    (cd "$work/packages/$library" && "$work/$library/bin/python" -m pytest -q -c /dev/null --rootdir . --confcutdir . tests "$@") || code=$?
+    tested "$code" "$@"
 done
+read -ra companions < <(folders COMPANIONS)
+code=0
+"$python" -m pytest "${companions[@]/#/packages/}" -m "not slow" -n 2 --dist loadfile --durations 10 "$@" || code=$?
+tested "$code" "$@"
+exit "$failed"
