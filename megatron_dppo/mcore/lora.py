@@ -51,10 +51,6 @@ class Adapters(Module):
         splits = args[1] if adapter.target.rule.is_expert else None
         return value + adapter(args[0], norm, splits), bias
 
-    def linear_adapters(self) -> Iterator[LinearAdapter]:
-        """Yield the adapter of each layer."""
-        yield from cast("Iterator[LinearAdapter]", self.children())
-
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -132,7 +128,7 @@ class Lora:
         }
 
     def _adapters(self) -> list[LinearAdapter]:
-        return [adapter for chunk in self._chunks for adapter in chunk.linear_adapters()]
+        return [cast(LinearAdapter, adapter) for chunk in self._chunks for adapter in chunk.children()]
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

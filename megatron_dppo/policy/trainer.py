@@ -226,7 +226,7 @@ class PolicyTrainer:
 
     def record_routing(self, batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the log-probabilities under the live routers, and the routes ``[T, L, k]`` of this stage's layers."""
-        return self.token_logprobs(batches, "record", _logprobs)
+        return self.token_logprobs(batches, "record", lambda head, hidden, row: head.statistics(hidden, row).logprobs)
 
     def token_logprobs(
         self,
@@ -335,7 +335,3 @@ class PolicyTrainer:
         if self._noise is not None:
             self._noise.load(state.get("layer_noise"))
         return state
-
-
-def _logprobs(head: OutputHead, hidden: Tensor, row: MicroBatchRow) -> Tensor:
-    return head.statistics(hidden, row).logprobs
