@@ -233,7 +233,7 @@ def trainer_counts(model: Model, tp_size: int, num_servers: int, *, is_full: boo
         with CountedDevice() as counts:
             proof = await proofs.begin(servers, attempt, is_full=is_full)
             start = time.process_time()
-            for _ in proof.watch(iter(weights)):
+            for _ in proof.stream.watch(iter(weights)):
                 pass
             counts.cpu_seconds += time.process_time() - start
             with CountKernels() if counted else nullcontext() as kernels:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial as partial_function
 from pathlib import Path
@@ -20,6 +20,7 @@ from megatron_dppo.export.quantization import Quantization, is_quantized, quanti
 from megatron_dppo.files import disk_errors, fsync, usual_rights
 from megatron_dppo.hf.families.fused_experts import INTERLEAVED
 from megatron_dppo.hf.folder import (
+    Weights,
     WeightStream,
     drain,
     is_nested_config,
@@ -111,7 +112,7 @@ def _fp32_names(source: Path) -> frozenset[str]:
     return frozenset(rename(name) for name in weights.names() if weights.describe(name)[1] == "F32")
 
 
-def _complete(weights: WeightStream, source: Path) -> Iterator[tuple[str, Tensor]]:
+def _complete(weights: WeightStream, source: Path) -> Weights:
     """Stream the weights by their names in ``source``, then those of ``source`` that are not trained."""
     rename = published_name if is_nested_config(source) else str
     num_experts = num_joined_experts(source)

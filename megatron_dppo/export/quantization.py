@@ -16,7 +16,7 @@ dict_keys(['model.layers.0.mlp.up_proj.weight', 'model.layers.0.mlp.up_proj.weig
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.errors import CheckpointError
-from megatron_dppo.hf.folder import WeightStream
+from megatron_dppo.hf.folder import Weights, WeightStream
 
 Format = Literal["fp8", "int4"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -86,7 +86,7 @@ class Quantization:
         }
 
 
-def quantize_stream(weights: WeightStream, quantization: Quantization) -> Iterator[tuple[str, Tensor]]:
+def quantize_stream(weights: WeightStream, quantization: Quantization) -> Weights:
     """Stream weights ``[out, in]`` as a quantized folder holds them; other weights pass unchanged."""
     quantize = _quantize_fp8 if quantization.format == "fp8" else _quantize_int4
     for name, tensor in weights:
@@ -143,14 +143,14 @@ def int4_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.to(torch.int8).flatten(1), scale
 
 
-def _quantize_fp8(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _quantize_fp8(name: str, weight: Tensor) -> Weights:
     _check(name, weight)
     numbers, scale = fp8_blocks(weight)
     yield name, numbers
     yield f"{name}_scale_inv", scale
 
 
-def _quantize_int4(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _quantize_int4(name: str, weight: Tensor) -> Weights:
     _check(name, weight)
     if weight.shape[1] % GROUP:
         raise CheckpointError(

@@ -31,6 +31,7 @@ from megatron_dppo.types import RoutingShape
 from megatron_dppo.types.model_folder import HfConfig, Tokenizer
 
 WeightStream = Iterable[tuple[str, Tensor]]
+Weights = Iterator[tuple[str, Tensor]]
 _MOST_CHARACTERS = 4 << 20
 """Largest size of a config.json. Those of published models have less than 1 MB, and transformers takes seconds for each
 MB of lists."""
@@ -252,7 +253,7 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(_FP32_SUFFIXES) else dtype
 
 
-def stream_model(model: Any) -> Iterator[tuple[str, Tensor]]:
+def stream_model(model: Any) -> Weights:
     """Stream the weights of a transformers model by on-disk name, one for each expert, without tied output weights."""
     family = get_family(model.config)
     tied = bool(model.config.tie_word_embeddings)
@@ -331,7 +332,7 @@ def is_mtp_weight(name: str, shape: ModelShape) -> bool:
     return layer is not None and 0 <= int(layer[1]) - shape.num_layers < shape.num_mtp_layers
 
 
-def stream_folder(path: str | Path, hf_config: HfConfig, key: str = "model.path") -> Iterator[tuple[str, Tensor]]:
+def stream_folder(path: str | Path, hf_config: HfConfig, key: str = "model.path") -> Weights:
     """Check that a folder's weights fit its config.json, and return a stream of those that the model has."""
     check_weights_fit(path, hf_config, key)
     shape = model_shape(hf_config)

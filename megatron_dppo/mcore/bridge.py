@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.families.rules import OUTPUT, Rule
-from megatron_dppo.hf.folder import is_mtp_weight
+from megatron_dppo.hf.folder import Weights, is_mtp_weight
 from megatron_dppo.hf.weight_files import DTYPES, WeightSource, check_tied_output
 from megatron_dppo.mcore import mapping
 from megatron_dppo.mcore.mapping import router_biases
@@ -138,7 +138,7 @@ class Bridge:
             )
 
     @torch.no_grad()
-    def export(self, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
+    def export(self, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Weights:
         """Stream full tensors by Hugging Face name; a collective to the iterator's end. Every rank gets all of them.
 
         One broadcast over pipeline and one all-gather over tensor parallelism for each parameter, one all-gather over
@@ -155,16 +155,14 @@ class Bridge:
             elif expert < self._local_experts:
                 yield from self._export_experts(rule, layer, expert, read)
 
-    def _export_experts(
-        self, rule: Rule, layer: int, local: int, read: Callable[[Tensor], Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _export_experts(self, rule: Rule, layer: int, local: int, read: Callable[[Tensor], Tensor]) -> Weights:
         # Expert-parallel ranks fetch different experts here, each from the pipeline stages of its own group.
         global_expert = dist.get_rank(self._groups.ep) * self._local_experts + local
         full = self._gather_shards(rule, self._stages.fetch(rule.names(layer, global_expert)[0], read))
         for ep_rank, tensor in enumerate(all_gather(full, self._groups.ep)):
             yield from self._named(rule, layer, ep_rank * self._local_experts + local, tensor)
 
-    def _named(self, rule: Rule, layer: int, expert: int, full: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _named(self, rule: Rule, layer: int, expert: int, full: Tensor) -> Weights:
         names = rule.names(layer, expert)[1]
         return zip(names, rule.split(full, self._shape), strict=True)
 

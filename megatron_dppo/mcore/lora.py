@@ -22,6 +22,7 @@ from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.hf.families import check_adapter_targets
 from megatron_dppo.hf.families.rules import join_sections
+from megatron_dppo.hf.folder import Weights
 from megatron_dppo.mcore import mapping
 from megatron_dppo.mcore.bridge import ADAPTERS, StageTensors, all_gather, global_names
 from megatron_dppo.mcore.lora_layer import FACTORS, AdaptedWeight, Factor, FusedNorm, LinearAdapter
@@ -49,10 +50,6 @@ class Adapters(Module):
         norm = None if weight is None else FusedNorm(weight, layer.config)
         splits = args[1] if adapter.target.rule.is_expert else None
         return value + adapter(args[0], norm, splits), bias
-
-    def linear_adapters(self) -> Iterator[LinearAdapter]:
-        """Yield the adapter of each layer."""
-        yield from cast("Iterator[LinearAdapter]", self.children())
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -131,7 +128,7 @@ class Lora:
         }
 
     def _adapters(self) -> list[LinearAdapter]:
-        return [adapter for chunk in self._chunks for adapter in chunk.linear_adapters()]
+        return [cast(LinearAdapter, adapter) for chunk in self._chunks for adapter in chunk.children()]
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -175,7 +172,7 @@ class Lora:
         return (weight.float() + adapter.delta(expert)).to(weight.dtype)
 
     @torch.no_grad()
-    def export(self, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
+    def export(self, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Weights:
         """Stream full adapters by PEFT name, one for each expert, as ``Bridge.export`` does; a collective."""
         for target in self._targets:
             for projection, factor in product(target.hf_names(), FACTORS):
@@ -183,7 +180,7 @@ class Lora:
 
     def _export_factor(
         self, target: AdaptedWeight, projection: str, factor: Factor, read: Callable[[Tensor], Tensor]
-    ) -> Iterator[tuple[str, Tensor]]:
+    ) -> Weights:
         full = self._stages.fetch(target.key(projection, factor), read)
         if target.is_split(factor):
             full = join_sections(

@@ -7,7 +7,7 @@ export follows, which must equal what was loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -25,7 +25,7 @@ from megatron_dppo.config.model import ModelConfig
 from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.hf.families import FAMILIES
 from megatron_dppo.hf.families.rules import OUTPUT
-from megatron_dppo.hf.folder import is_mtp_weight, model_shape
+from megatron_dppo.hf.folder import Weights, is_mtp_weight, model_shape
 from megatron_dppo.hf.weight_files import WeightSource
 from megatron_dppo.mcore.fusions import check_fp8, default_fusions, row_multiple
 from megatron_dppo.mcore.mapping import router_biases
@@ -201,7 +201,7 @@ class ProvidedWeights:
                 )
 
     @torch.no_grad()
-    def export(self, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
+    def export(self, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Weights:
         """Stream full tensors by Hugging Face name, as ``Bridge.export`` does; a collective to its end."""
         tasks = self._bridge.get_conversion_tasks(self._chunks)
         padded = {str(task.mapping.hf_param) for task in tasks if task.global_param_name in _PADDED}

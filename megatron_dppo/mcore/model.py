@@ -237,7 +237,9 @@ def build_model(config: TransformerConfig, hf_config: HfConfig, pp_rank: int, de
         ) from error
 
 
-def make_chunks(config: Any, pp_rank: int, device: torch.device, make: Callable[..., GPTModel]) -> list[GPTModel]:
+def make_chunks(
+    config: TransformerConfig, pp_rank: int, device: torch.device, make: Callable[..., GPTModel]
+) -> list[GPTModel]:
     """Return this rank's model chunks, made by ``make(vp_stage, pre_process=..., post_process=...)``."""
     vpp_size = config.virtual_pipeline_model_parallel_size
     last_stage = config.pipeline_model_parallel_size - 1

@@ -26,7 +26,6 @@ from megatron_dppo.mcore.model import build_model, transformer_config
 from megatron_dppo.mcore.model_parts import Placement
 from megatron_dppo.mcore.optim import wrap_float16
 from megatron_dppo.mcore.router_replay import drop_routes
-from megatron_dppo.mcore.row import MicroBatchRow
 from megatron_dppo.types import Divergence, MicroBatch
 
 _TRAINING_FIELDS = (
@@ -90,7 +89,9 @@ class MegatronTeacher:
         of the output layer stays on the device until the targets are freed.
         """
         with self._model.loaded():
-            rows = forward_hidden_states(self._chunks, drop_routes(batches), _copy_hidden_to_host, self._cp_group)
+            rows = forward_hidden_states(
+                self._chunks, drop_routes(batches), lambda _, hidden: to_host(hidden.squeeze(0)), self._cp_group
+            )
             # Read inside the block: outside of it the parameter is empty, and this reference keeps the tensor on the
             # device.
             weight = self._head.weight().detach() if self._has_head else None
@@ -102,8 +103,3 @@ def teacher_model_config(model: ModelConfig, *, has_experts: bool) -> ModelConfi
     drop = _TRAINING_FIELDS if has_experts else (*_TRAINING_FIELDS, "moe_")
     fields = {key: value for key, value in model.transformer.items() if not key.startswith(drop)}
     return model.model_copy(update={"transformer": fields})
-
-
-def _copy_hidden_to_host(_: MicroBatchRow, hidden: Tensor) -> Tensor:
-    """Return this rank's hidden states ``[num_local_tokens, hidden_size]`` in host memory."""
-    return to_host(hidden.squeeze(0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.train import LayerNoiseConfig, TrainConfig
 from megatron_dppo.data.training_samples import RowShape
 from megatron_dppo.head.teacher import TeacherTargets
-from megatron_dppo.hf.folder import routing_shape
+from megatron_dppo.hf.folder import Weights, routing_shape
 from megatron_dppo.losses import Objective, with_cosines
 from megatron_dppo.mcore.checkpoint.save_load import (
     CheckpointSave,
@@ -226,7 +226,7 @@ class PolicyTrainer:
 
     def record_routing(self, batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the log-probabilities under the live routers, and the routes ``[T, L, k]`` of this stage's layers."""
-        return self.token_logprobs(batches, "record", _logprobs)
+        return self.token_logprobs(batches, "record", lambda head, hidden, row: head.statistics(hidden, row).logprobs)
 
     def token_logprobs(
         self,
@@ -250,7 +250,7 @@ class PolicyTrainer:
             return results, []
         return results, self._replay.recorded_routes(batches)
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self) -> Weights:
         """Stream the full weights by Hugging Face name, adapters merged; a collective, see ``Bridge.export``.
 
         Do not call it between ``accumulate`` and ``apply``. With ``overlap_param_gather`` it finishes the gather, and
@@ -259,7 +259,7 @@ class PolicyTrainer:
         self.optimizer.finish_overlapped_gather()
         return self.bridge.export(Tensor.detach if self.lora is None else self.lora.merge)
 
-    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+    def export_adapters(self) -> Weights:
         """Stream the adapters by PEFT name; a collective with the rules of ``export_weights``."""
         assert self.lora is not None
         self.optimizer.finish_overlapped_gather()
@@ -335,7 +335,3 @@ class PolicyTrainer:
         if self._noise is not None:
             self._noise.load(state.get("layer_noise"))
         return state
-
-
-def _logprobs(head: OutputHead, hidden: Tensor, row: MicroBatchRow) -> Tensor:
-    return head.statistics(hidden, row).logprobs

@@ -8,7 +8,7 @@ handles and passes them to the servers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.hf.folder import stored_dtype
+from megatron_dppo.hf.folder import Weights, stored_dtype
 from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object
 from megatron_dppo.weights.attempt import Attempt
-from megatron_dppo.weights.transfer import Tensors, Weights
+from megatron_dppo.weights.transfer import Tensors
 from megatron_dppo.weights.transfer_group import describe_tensors, flatten_bucket, sort_widest_first
 from megatron_dppo_engines.server import InferenceServer
 from megatron_dppo_engines.shared_memory import Handle, SharedBucket
@@ -56,7 +56,7 @@ def cast_for_sending(weights: Weights, dtype: torch.dtype, *, tied: bool) -> Wei
             yield "lm_head.weight", sent
 
 
-class SharedStream(Iterator[tuple[str, Tensor]]):
+class SharedStream(Weights):
     """Stream of weights with the same buckets on all ranks, which meet in a collective at the end of each bucket.
 
     A rank that takes the next tensor without having shared its bucket meets the others with nothing to share, as a rank

@@ -20,6 +20,7 @@ from megatron_dppo.weights.judge import ServerRecord
 from megatron_dppo_engines.server import InferenceServer, ServerInfo
 from megatron_dppo_engines.weight_digests import RankDigests, WeightLayout
 
+_Digests = dict[str, tuple[RankDigests, ...]]
 _SAMPLE_EVERY = 8
 """Tensors of a server from which a check between two full proofs takes one."""
 
@@ -40,7 +41,7 @@ class WeightProofs:
         self._num_kv_heads = num_kv_heads
         self._records: dict[str, ServerRecord] = {}
         self._versions: dict[str, int] = {}
-        self._digests: dict[str, tuple[RankDigests, ...]] = {}
+        self._digests: _Digests = {}
         # From the system's entropy, so that no fault meets the same sample in every run.
         self._random = Random()
         self._names: list[str] = []
@@ -116,7 +117,7 @@ class SyncProof:
 
     async def verify(self, servers: Sequence[InferenceServer], attempt: Attempt) -> None:
         """Compare the servers' digests with what was sent; ``attempt`` gets mismatches and what is not proved."""
-        digests: dict[str, tuple[RankDigests, ...]] = {}
+        digests: _Digests = {}
 
         async def read_digests(server: InferenceServer) -> None:
             digests[server.url] = await server.weight_digests()
@@ -146,7 +147,7 @@ class SyncProof:
         _compare_servers({url: d for url, d in self.digests.items() if url not in attempt.failed}, attempt, self.exact)
 
 
-def _compare_servers(digests: dict[str, tuple[RankDigests, ...]], attempt: Attempt, exact: set[str]) -> None:
+def _compare_servers(digests: _Digests, attempt: Attempt, exact: set[str]) -> None:
     """Fail servers whose bytes differ from those of the other servers of the same kind.
 
     A server in ``exact`` is right even if the others differ. Of two servers that differ, neither is known to be right,
@@ -166,7 +167,7 @@ def _fingerprint(ranks: Sequence[RankDigests]) -> frozenset[tuple[int, str, str]
     return frozenset((i, name, digest) for i, rank in enumerate(ranks) for name, digest in rank.digests.items())
 
 
-def _differing_names(digests: dict[str, tuple[RankDigests, ...]]) -> str:
+def _differing_names(digests: _Digests) -> str:
     """Return some of the tensors that differ between servers, for a message."""
     fingerprints = [_fingerprint(ranks) for ranks in digests.values()]
     names = sorted({name for _, name, _ in frozenset.union(*fingerprints) - frozenset.intersection(*fingerprints)})

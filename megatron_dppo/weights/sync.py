@@ -21,11 +21,11 @@ from megatron_dppo.export.adapter_folder import copy_to_cpu, write_adapter
 from megatron_dppo.export.hf_folder import save_hf_folder
 from megatron_dppo.export.quantization import Quantization, quantize_stream
 from megatron_dppo.files import disk_errors
-from megatron_dppo.hf.folder import drain
+from megatron_dppo.hf.folder import Weights, drain
 from megatron_dppo.weights.attempt import Attempt, SyncResult
 from megatron_dppo.weights.ipc import HandleTransfer, MemorySharing, SharedStream, cast_for_sending
 from megatron_dppo.weights.proof import SyncProof, WeightProofs, read_num_kv_heads
-from megatron_dppo.weights.transfer import BroadcastTransfer, Weights
+from megatron_dppo.weights.transfer import BroadcastTransfer
 from megatron_dppo.weights.transfer_group import GroupTransport, TorchTransport
 from megatron_dppo_engines.server import InferenceServer, ServerInfo
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_dppo.config.servers import WeightSyncConfig
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.hf.folder import Weights
 from megatron_dppo.weights.attempt import Attempt, catch_server_error
 from megatron_dppo.weights.transfer_group import (
     GroupTransport,
@@ -26,7 +27,6 @@ from megatron_dppo.weights.transfer_group import (
 )
 from megatron_dppo_engines.server import InferenceServer, transfer_group_name
 
-Weights = Iterator[tuple[str, Tensor]]
 Tensors = list[tuple[str, Tensor]]
 Description = tuple[list[str], list[str], list[list[int]]]
 _LEAVE_SECONDS = 10.0

@@ -64,7 +64,7 @@ def sync(
         attempt.infos = {url: server.info for url, server in servers.items()}
         named: list[Any] = [SimpleNamespace(url=url, **methods(server)) for url, server in servers.items()]
         proof = await WeightProofs(KV_HEADS).begin(named, attempt, is_full=True, sends=sends)
-        list(proof.watch(iter(weights.items())))
+        list(proof.stream.watch(iter(weights.items())))
         for server in servers.values():
             server.is_synced = True
         await proof.verify(named, attempt)
