@@ -79,7 +79,7 @@ class BarrierStream(RolloutScheduler):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._survives_updates = self._one_by_one = self._requests._one_by_one = False
+        self._survives_updates = self._one_by_one = self._requests.one_by_one = False
 
 
 @dataclass

@@ -204,8 +204,8 @@ FURTHER = (
     Patch(
         "groups are carried a step too long",
         "megatron_dppo/rollout/request_scheduler.py",
-        "if step - slot.first_step < self._rollout.partial_rollouts}",
-        "if step - slot.first_step <= self._rollout.partial_rollouts}",
+        "if step - slot.first_step < self.rollout.partial_rollouts}",
+        "if step - slot.first_step <= self.rollout.partial_rollouts}",
     ),
     Patch(
         "the Top-K is not checked",
