@@ -84,7 +84,7 @@ def test_ranks_of_torchrun_and_srun_are_read_and_a_batch_script_is_none() -> Non
     torchrun = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
     job = read_job_rank(torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert job is not None and (job.rank, job.world_size, job.local_rank, job.port) == (3, 4, 1, 29500)
-    assert job.launcher_has_store and not job.is_first_of_node
+    assert job.launcher_has_store
     batch = {"SLURM_JOB_ID": "12345", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     assert read_job_rank({}) is read_job_rank(batch) is read_job_rank({"WORLD_SIZE": "1", "RANK": "0"}) is None
     step = batch | {

@@ -17,7 +17,7 @@ from megatron_dppo.commands.main import main
 from megatron_dppo.config.io import load_config
 from megatron_dppo_plan.machine import get_machine
 from megatron_dppo_plan.plan import make_plan
-from megatron_dppo_plan.submit import sbatch_line
+from megatron_dppo_plan.step_time import sbatch_line
 from test_plan_step import FakePool
 from tests.unit.test_doc_blocks import PAGES, ROOT
 

@@ -20,7 +20,6 @@ from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.mcore.delta_rule import delta_rule
 from megatron_dppo.policy.packed import attention_length
 from megatron_dppo_plan.arithmetic import longest_sample, plan_kv_cache
-from megatron_dppo_plan.attention_kernels import counted_keys
 from megatron_dppo_plan.child import RehearsalRequest
 from megatron_dppo_plan.delta_kernels import REHEARSED_KERNELS, DeltaRule
 from megatron_dppo_plan.few_layers import FewLayers, choose_layers, layer_kinds, with_layers
@@ -31,6 +30,7 @@ from megatron_dppo_plan.models import count_parameters, load_model_config
 from megatron_dppo_plan.plan import make_plan
 from megatron_dppo_plan.rehearsal_pool import RehearsalPool
 from megatron_dppo_plan.rehearse import RankRole, rehearsed_micro_batches
+from megatron_dppo_plan.replacements import counted_keys
 from megatron_dppo_plan.step_time import served_model
 from tests.distributed.families import family_config
 from tests.distributed.layouts import CP, EP, FULL, PP, SELECTIVE, TP, VPP

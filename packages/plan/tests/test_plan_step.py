@@ -20,6 +20,7 @@ from megatron_dppo.config.layout import resolve_layout
 from megatron_dppo.errors import PlanError
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo_plan.arithmetic import (
+    KvCachePlan,
     assumed_response_lengths,
     plan_batch,
     plan_kv_cache,
@@ -31,7 +32,6 @@ from megatron_dppo_plan.measurement import UpdateMeasurement
 from megatron_dppo_plan.meter import Peak
 from megatron_dppo_plan.models import load_model_config, sample_rows
 from megatron_dppo_plan.plan import Plan, PlannedModel, dispatch_ratio, make_plan
-from megatron_dppo_plan.proof_time import proof_seconds
 from megatron_dppo_plan.rehearsal_pool import RehearsalPool, RehearsalTimeout
 from megatron_dppo_plan.search import PlanSearch
 from megatron_dppo_plan.step_time import (
@@ -40,6 +40,7 @@ from megatron_dppo_plan.step_time import (
     StepPlan,
     decode_seconds,
     plan_step,
+    proof_seconds,
     served_model,
 )
 from megatron_dppo_plan.text import format_plan, format_step
@@ -102,12 +103,19 @@ def test_assumed_lengths_have_the_mean_and_the_limit(mean: int, spread: tuple[in
 
 def test_decoding_time_is_the_sum_over_iterations() -> None:
     model = ServedModel(
-        state_bytes_per_sequence=0,
         num_layers=3,
         dense_bytes=10**9,
         expert_bytes=8 * 10**9,
         expert_fraction=0.25,
-        cache_bytes_per_token=10**5,
+        cache=KvCachePlan(
+            bytes_per_token=10**5,
+            bytes_per_sequence=0,
+            gpus_per_server=2,
+            cache_bytes=None,
+            tokens_in_flight=None,
+            longest=13,
+            weight_bytes=9 * 10**9,
+        ),
     )
     lengths, prompt, capacity = [5, 2, 9, 1, 1, 7, 3], 4, 3
     seconds = 0.0

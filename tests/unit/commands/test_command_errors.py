@@ -19,8 +19,7 @@ from megatron_dppo.report.records import read_metrics, read_records
 from megatron_dppo.setup.starts import record_start
 from megatron_dppo_doctor.doctor.command import _Redactor
 from megatron_dppo_doctor.replay import command as replay
-from megatron_dppo_doctor.replay.replay import _read_record
-from megatron_dppo_doctor.replay.step_config import load_config_of_step
+from megatron_dppo_doctor.replay.replay import _read_record, load_config_of_step
 from megatron_dppo_lab import examples
 from megatron_dppo_port import command as port
 from megatron_dppo_report import command as report

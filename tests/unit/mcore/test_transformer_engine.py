@@ -81,8 +81,7 @@ print(*applied)
 
     package(tmp_path, "")
     assert run() == [
-        "_load_optimizer_without_grad _copy_offloaded_shards_only _offload_fp32_weights release_routes "
-        "replace_load_inline"
+        "_load_optimizer_without_grad copy_shards_only accept_fp32_weights release_routes replace_load_inline"
     ]
     (tmp_path / "transformer_engine" / "pytorch.py").write_text("raise ImportError")
     assert run() == ["refused", ""]

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_dppo.errors import CheckpointError, ConfigError
 
@@ -24,20 +24,12 @@ HELP = "convert weights: Hugging Face, Megatron, adapters, mixtures of experts, 
 HAS_OVERRIDES = False
 
 _TORCHRUN = "torchrun --nproc-per-node {} -m megatron_dppo.commands.main convert"
-_SIZE_KEYS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
+_SIZE_KEYS = [f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")]
 _LOGPROB_BOUNDS = {"fp32": 1e-4, "bf16": 0.25}
 """Largest allowed difference of log-probabilities to transformers, in nats, by dtype."""
 
 
-@dataclass(frozen=True)
-class _Conversion:
-    """A subcommand of ``convert``."""
-
+class _Conversion(NamedTuple):
     description: str
     """Summary in the first line, then an example and details."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -48,23 +40,13 @@ class _Conversion:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the conversions with their arguments."""
     conversions = parser.add_subparsers(dest="conversion", required=True, help="NAME --help lists its arguments")
-    for name, conversion in CONVERSIONS.items():
-        conversion.add_arguments(
-            conversions.add_parser(
-                name,
-                description=conversion.description,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-                allow_abbrev=False,
-            )
-        )
+    as_written = argparse.RawDescriptionHelpFormatter
+    for name, (description, add_to, _) in CONVERSIONS.items():
+        add_to(conversions.add_parser(name, description=description, formatter_class=as_written, allow_abbrev=False))
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Run one conversion; only rank 0 prints.
-
-    Returns:
-        The exit code: 0, or 1 if ``check`` finds a difference.
-    """
+    """Run one conversion; only rank 0 prints. Return 1 if ``check`` finds a difference, else 0."""
     if overrides:
         raise ConfigError(
             f"unexpected argument {overrides[0]!r}; see megatron-dppo convert {options.conversion} --help"
@@ -83,7 +65,6 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def _layout(options: argparse.Namespace) -> ParallelConfig:
-    """Return the layout from the arguments."""
     sizes = {name: value for name in _SIZE_KEYS if (value := getattr(options, name)) is not None}
     for name, value in sizes.items():
         if value < 1:
@@ -94,18 +75,13 @@ def _layout(options: argparse.Namespace) -> ParallelConfig:
 
 
 def _new_folder(path: str) -> Path:
-    """Return the output folder of a conversion."""
     if Path(path).exists():
         raise CheckpointError(f"{path} already exists; choose another folder or delete it")
     return Path(path)
 
 
 def quantized_format(text: str) -> Format:
-    """Parse the value of ``--format`` or ``--quantize``.
-
-    Raises:
-        argparse.ArgumentTypeError: Unknown or removed format. The message names a replacement.
-    """
+    """Parse the value of ``--format`` or ``--quantize``. Of a removed format the error names the replacement."""
     from megatron_dppo.export.quantization import FORMATS
 
     if text in FORMATS:
@@ -125,12 +101,20 @@ def _add_hf_to_megatron(parser: argparse.ArgumentParser) -> None:
 
 
 def _hf_to_megatron(options: argparse.Namespace) -> int:
+    import torch.distributed as dist
+
     from megatron_dppo.run.conversion import open_converter
-    from megatron_dppo_convert.saving import save_megatron
 
     with open_converter(options.hf_folder, _layout(options), options.dtype) as converter:
+        # Its import needs the shims, which the converter applies.
+        from megatron_dppo.mcore.checkpoint.save_load import save_model
+
         converter.load_hf()
-        save_megatron(converter, Path(options.out_folder))
+        target = _new_folder(options.out_folder)
+        # No rank may create the folder before every rank has looked for it.
+        dist.barrier()
+        text = json.dumps({"hf_folder": str(converter.hf_folder), "layout": str(converter.layout)}, indent=2)
+        save_model(target, converter.models, {"conversion.json": text + "\n"})
         print(f"wrote {options.out_folder} ({converter.layout})")
     return 0
 
@@ -149,16 +133,20 @@ def _add_megatron_to_hf(parser: argparse.ArgumentParser) -> None:
 
 
 def _megatron_to_hf(options: argparse.Namespace) -> int:
+    import torch.distributed as dist
+
+    from megatron_dppo.export.hf_folder import save_hf_folder
     from megatron_dppo.export.quantization import Quantization
     from megatron_dppo.parallel.platform import DTYPES
     from megatron_dppo.run.conversion import open_converter
-    from megatron_dppo_convert.saving import save_hf
 
     target = _new_folder(options.out_folder)
     quantization = Quantization(options.quantize) if options.quantize else None
     with open_converter(options.hf_folder, _layout(options), options.dtype) as converter:
         converter.load_megatron(Path(options.checkpoint))
-        save_hf(converter, target, DTYPES[options.dtype], quantization)
+        # Each rank writes some of the files.
+        weights, dtype = converter.export(), DTYPES[options.dtype]
+        save_hf_folder(target, converter.hf_folder, weights, dtype, group=dist.group.WORLD, quantization=quantization)
     print(f"wrote {options.out_folder}")
     return 0
 
@@ -309,4 +297,3 @@ Exit code 0 = the same, 1 = different.
         _check,
     ),
 }
-"""Conversions by the name on the command line."""

@@ -14,12 +14,7 @@ from megatron_dppo.hf.families import FAMILIES
 from megatron_dppo.hf.families.family import default_rope, head_dim, raise_unsupported
 from megatron_dppo.hf.folder import model_shape
 
-TARGETS: Mapping[str, str] = {
-    "llama": "qwen2_moe",
-    "mistral": "qwen2_moe",
-    "qwen2": "qwen2_moe",
-    "qwen3": "qwen3_moe",
-}
+TARGETS: Mapping[str, str] = {**dict.fromkeys(("llama", "mistral", "qwen2"), "qwen2_moe"), "qwen3": "qwen3_moe"}
 """``model_type`` of a dense model -> that of its mixture of experts."""
 SHARED_EXPERT_SIZE = 64
 """Width of the shared expert that Qwen2-MoE always has."""

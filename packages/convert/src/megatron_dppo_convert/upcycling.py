@@ -117,7 +117,6 @@ def _upcycled_weights(
 
 
 def _expert_weight(dense: Tensor, name: str, settings: Upcycling) -> Tensor:
-    """Return a copy of a dense weight with noise."""
     if settings.noise == 0:
         return dense
     weight = dense.float()

@@ -10,23 +10,21 @@ from typing import Any
 from megatron_dppo_lab.grid import LossSetting, Mismatch, Settings, merged
 from megatron_dppo_lab.shipped import shipped_folder
 from megatron_dppo_lab.smollm2 import GGUF_SHA256, MIXTURE
-from megatron_dppo_lab.third_losses import THIRD_LOSSES
+from megatron_dppo_lab.third_losses import THIRD_LOSSES, thresholds
 
 
 def _thresholds(*values: float) -> Sequence[Settings]:
-    return [{"loss": {"divergence_threshold_low": v, "divergence_threshold_high": v}} for v in values]
+    return [{"loss": thresholds(value)} for value in values]
 
 
-def _clips(*pairs: tuple[float, float]) -> Sequence[Settings]:
-    return [{"loss": {"clip_ratio_low": low, "clip_ratio_high": high}} for low, high in pairs]
+def _caps(*values: float) -> Sequence[Settings]:
+    return [{"loss": {"ratio_cap": value}} for value in values]
 
 
 _TV, _KL = _thresholds(0.05, 0.15, 0.3), _thresholds(0.02, 0.05, 0.15)
-
-
-_CLIPS = _clips((0.1, 0.14), (0.2, 0.28), (0.4, 0.56))
-
-
+_CLIPS = [
+    {"loss": {"clip_ratio_low": low, "clip_ratio_high": high}} for low, high in ((0.1, 0.14), (0.2, 0.28), (0.4, 0.56))
+]
 _FAR = {"divergence_threshold_low": 0.5, "divergence_threshold_high": 1.0}
 """A probability never rises by more than 1: only falling tokens are masked."""
 
@@ -47,14 +45,12 @@ SECOND_LOSSES: Mapping[str, LossSetting] = {
         LossSetting("dppo_topk_kl", _dppo("topk_kl"), _KL),
         LossSetting("dppo_topk_tv predictive", _dppo("topk_tv", direction="predictive"), _TV),
         LossSetting("dppo_topk_kl predictive", _dppo("topk_kl", direction="predictive"), _KL),
-        LossSetting(
-            "score_centering", {"name": "score_centering"}, [{"loss": {"ratio_cap": cap}} for cap in (1.0, 2.0, 5.0)]
-        ),
+        LossSetting("score_centering", {"name": "score_centering"}, _caps(1.0, 2.0, 5.0)),
         LossSetting("drpo", {"name": "drpo"}, _TV),
         LossSetting("ipo", {"name": "ipo"}, _thresholds(0.1, 0.3, 0.6)),
         LossSetting("grpo", {"name": "grpo"}, _CLIPS),
         LossSetting("minirl", {"name": "minirl"}, _CLIPS),
-        LossSetting("cispo", {"name": "cispo"}, [{"loss": {"ratio_cap": cap}} for cap in (2.0, 5.0, 10.0)]),
+        LossSetting("cispo", {"name": "cispo"}, _caps(2.0, 5.0, 10.0)),
         LossSetting("pg_is", {"name": "pg_is"}),
         # Not of the wind tunnel: variants that single figures ask for. A ratio is never above 1e9.
         LossSetting("grpo relaxed up", {"name": "grpo", "clip_ratio_high": 1e9}),
@@ -68,15 +64,8 @@ SECOND_LOSSES: Mapping[str, LossSetting] = {
 }
 """Losses of the second edition and of single figures. The defaults of a loss stand among its candidates."""
 LOSSES: Mapping[str, LossSetting] = {**SECOND_LOSSES, **THIRD_LOSSES}
-"""Name -> loss with its candidates for the search."""
-
-
 NONE = Mismatch("none", "", {})
-
-
 _HALF = ("bf16", "fp16")
-
-
 _CONSTANT: Settings = {"optimizer": {"lr_decay_style": "constant"}}
 
 
@@ -115,17 +104,11 @@ MISMATCHES: Mapping[str, Mismatch] = {
 }
 """Label -> mismatch. ``both``: trainer and engine in this dtype. ``hot``: rollouts of eight steps ago, advantages over
 their deviation, and a learning rate that is far too high."""
-
-
 REAL_MODEL = "smollm2"
 """Task of a pretrained language model, examples/smollm2."""
 REAL_MIXTURE = "smollm2_moe"
 """The same task for that model upcycled to four experts."""
-
-
 _REAL_MODEL_FILES = ("train.jsonl", "eval.jsonl", "reward.py")
-
-
 _COMMON: Settings = {
     "run": {"threads_per_rank": 1},
     "model": {"dtype": "fp32"},
@@ -133,8 +116,6 @@ _COMMON: Settings = {
     "checkpoint": {"export_hf": False, "resume": "never"},
     "log": {"tensorboard": False, "progress": False, "curves": False},
 }
-
-
 _WORDS: Settings = {
     "rollout": {"prompts_per_step": 32, "samples_per_prompt": 16},
     "reward": {"function": "words"},
@@ -147,6 +128,11 @@ _WORDS: Settings = {
 def _task(name: str, *tables: Settings) -> dict[str, Any]:
     source = f"task:{name}"
     return merged(_COMMON, {"data": {"train": source, "eval": source}}, *tables)
+
+
+def _rare_task(name: str, num_steps: int, max_new_tokens: int) -> dict[str, Any]:
+    length = {"run": {"num_steps": num_steps}, "eval": {"every": num_steps}}
+    return _task(name, _WORDS, length, {"rollout": {"max_new_tokens": max_new_tokens}})
 
 
 _REAL_TASK = merged(
@@ -165,15 +151,9 @@ _REAL_TASK = merged(
 
 
 TASKS: Mapping[str, Settings] = {
-    "rare_words": _task(
-        "rare_words", _WORDS, {"run": {"num_steps": 20}, "rollout": {"max_new_tokens": 2}, "eval": {"every": 20}}
-    ),
-    "rare_chain": _task(
-        "rare_chain", _WORDS, {"run": {"num_steps": 30}, "rollout": {"max_new_tokens": 5}, "eval": {"every": 30}}
-    ),
-    "rare_words_32k": _task(
-        "rare_words_32k", _WORDS, {"run": {"num_steps": 20}, "rollout": {"max_new_tokens": 2}, "eval": {"every": 20}}
-    ),
+    "rare_words": _rare_task("rare_words", 20, 2),
+    "rare_chain": _rare_task("rare_chain", 30, 5),
+    "rare_words_32k": _rare_task("rare_words_32k", 20, 2),
     "chain_sum": _task(
         "chain_sum",
         {

@@ -24,8 +24,6 @@ from megatron_dppo_report.reported_run import open_run
 
 _COLORS = ("#0072b2", "#e69f00", "#6e6e6e", "#009e73")
 """Colors that are distinguishable with red-green color blindness."""
-
-
 _PANELS = (
     ("rollout/reward", "training reward: share of right words"),
     ("train/mask_fraction", "share of tokens that the loss masks"),
@@ -58,38 +56,22 @@ def write_picture(rows: Sequence[Row], labels: Mapping[str, str], picture: Path)
 
 TASK = "rare_chain"
 MISMATCH = "hot"
-
-
 STEPS = 40
-
-
 LABELS: Mapping[str, str] = {
     "dppo_binary_tv cap 2": "DPPO with capped weights",
     "grpo": "GRPO clip-higher",
     "pg_is": "PG-IS without a trust region",
 }
 """Names of the losses in text and picture."""
-
-
 PICTURES = ("demo.png", "demo.txt")
-
-
 _RECORDED_STEPS = 5
 """Steps of each run whose tokens the report shows."""
-
-
 WINDOW = 5
 """Steps over which the numbers of the summary are averaged."""
-
-
 _COLLAPSE_RATIO = 0.8
 """A run that ends below this fraction of its best reward has fallen."""
-
-
 _MIN_LEAD = 0.03
 """Smallest difference of final rewards that counts: a few standard deviations of a step's reward."""
-
-
 _PROGRESS_SECONDS = 15.0
 
 
@@ -101,7 +83,6 @@ class Demo:
     steps: int = STEPS
     seed: int = 0
     jobs: int = len(LABELS)
-    """Concurrent runs."""
 
     @property
     def runs(self) -> list[GridRun]:
@@ -165,7 +146,6 @@ def _rollouts_every(steps: int) -> int:
 
 
 def _write_report(store: Store, runs: Sequence[GridRun]) -> None:
-    """Write the report of the three runs and print its path."""
     recorded = [run for run in runs if read_metrics(store.records(run) / "metrics.jsonl")]
     target = store.folder / FILE
     for run in runs:
@@ -229,7 +209,6 @@ def _describe_run(row: Row) -> str:
 
 @contextmanager
 def _print_progress(store: Store, runs: Sequence[GridRun]) -> Iterator[None]:
-    """Print the progress of the runs periodically."""
     done = threading.Event()
 
     def print_states() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import random
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def _symbol(sign: int) -> str:
     return "+" if sign > 0 else "-"
 
 
+@cache
 def problems(split: Split) -> list[Problem]:
     """Return all problems of a split in a fixed order; the splits are disjoint."""
     digits, signs = range(1, 10), (1, -1)
@@ -78,7 +80,6 @@ def demonstration(problem: Problem, rng: random.Random) -> str:
 
 NUM_KEYS, NUM_WORDS = 64, 4024
 KEYS = [f"k{i:03d}" for i in range(NUM_KEYS)]
-"""Prompts of the rare-word tasks."""
 WORDS = [f"w{i:04d}" for i in range(NUM_WORDS)]
 """Words of the answers, by falling frequency in the warm-up corpus."""
 WORDS_32K = [f"w{i:05d}" for i in range(2**15 - NUM_KEYS - 4)]
@@ -122,7 +123,7 @@ class RareWords:
         return key, " ".join(response)
 
 
-class EmbeddedTask:
+class EmbeddedTask(ABC):
     """A task whose problems are all known."""
 
     def __init__(self, name: str) -> None:
@@ -139,25 +140,21 @@ class EmbeddedTask:
         for index, (prompt, label) in enumerate(self.problems(split)):
             yield f"{self._name}/{split}:{index}", prompt, label, {}
 
+    @abstractmethod
     def problems(self, split: Split) -> Sequence[tuple[str, str]]:
         """Return (prompt, label) of each problem."""
-        raise NotImplementedError
 
+    @abstractmethod
     def demonstration(self, rng: random.Random) -> tuple[str, str]:
         """Return (prompt, response) of one sample of the warm-up corpus."""
-        raise NotImplementedError
 
 
 class _ChainSum(EmbeddedTask):
-    @cached_property
-    def _problems(self) -> list[Problem]:
-        return problems("train")
-
     def problems(self, split: Split) -> Sequence[tuple[str, str]]:
         return [(problem.question, str(problem.answer)) for problem in problems(split)]
 
     def demonstration(self, rng: random.Random) -> tuple[str, str]:
-        problem = rng.choice(self._problems)
+        problem = rng.choice(problems("train"))
         return problem.question, demonstration(problem, rng)
 
 
@@ -167,8 +164,7 @@ class _Rare(EmbeddedTask):
         self._task = task
 
     def problems(self, split: Split) -> Sequence[tuple[str, str]]:
-        del split  # the keys are all there is
-        return list(self._task.answers.items())
+        return list(self._task.answers.items())  # the keys are all there is
 
     def demonstration(self, rng: random.Random) -> tuple[str, str]:
         return self._task.demonstration(rng)
@@ -178,7 +174,6 @@ chain_sum = _ChainSum("chain_sum")
 rare_words = _Rare("rare_words", RareWords(num_words=1, base_share=0.05))
 rare_chain = _Rare("rare_chain", RareWords(num_words=4, base_share=0.08))
 rare_words_32k = _Rare("rare_words_32k", RareWords(num_words=1, base_share=0.05, words=WORDS_32K))
-
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 """Tokens 0, 1 and 2 of both tokenizers."""
@@ -250,8 +245,6 @@ def write_model_folder(task: str, folder: Path, head_dim: int = 16) -> None:
 
     ``rare_words`` and ``rare_chain`` have one folder. vLLM's CPU attention has heads of 32, and none of 16.
     """
-    if task not in ("chain_sum", "rare_words", "rare_chain", "rare_words_32k"):
-        raise ValueError(f"task {task!r}; expected chain_sum, rare_words, rare_chain or rare_words_32k")
     if task == "chain_sum":
         tokenizer, sizes = character_tokenizer(), {}
     else:

@@ -51,7 +51,6 @@ class Experiment:
     title: str
     blocks: Sequence[Block]
     quick: Sequence[Block]
-    """Blocks with ``--quick``."""
     claims: Sequence[Claim] = ()
     seeds: Sequence[int] = SEEDS
     quick_seeds: Sequence[int] = SEEDS[:2]

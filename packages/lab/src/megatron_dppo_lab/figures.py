@@ -106,7 +106,6 @@ def _grid(runs: Sequence[GridRun], texts: dict[tuple[str, str, str], str]) -> st
 
 
 def _notes(rows: Sequence[Row], runs: Sequence[GridRun]) -> str:
-    """List progress, cost, and refused and stopped runs."""
     # Two cells may share a run.
     seconds = {row["key"]: row["cpu_seconds"] for row in rows}
     wanted = {run.key for run in runs if not run.refusal}

@@ -23,7 +23,6 @@ class LossSetting:
 
     name: str
     table: Settings
-    """Section ``[loss]``."""
     candidates: Sequence[Settings] = ()
     """Settings that the search tries on top. Empty disables the search."""
 
@@ -55,7 +54,6 @@ class GridRun:
     phase: str = "report"
     """``report``, or ``search`` for trials on seeds without reported results."""
     candidate: int = 0
-    """Index of the loss's candidate."""
 
     @cached_property
     def key(self) -> str:

@@ -201,4 +201,3 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         *(_REAL_MODEL, _REAL_MODEL_3, _REAL_MIXTURE, _REAL_MODEL_END),
     )
 }
-"""Experiments by name."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isclose, sqrt
+from math import isclose
+from statistics import fmean, stdev
 from typing import Any
 
 from megatron_dppo_lab.experiment import Claim
 from megatron_dppo_lab.grid import GridRun
-from megatron_dppo_lab.statistics import SCORES, Row, band
+from megatron_dppo_lab.statistics import SCORES, Cell, Row, band, cells
 
 ALPHA = 0.05
 """Largest probability of any false verdict in an experiment."""
@@ -18,8 +19,6 @@ UNDECIDED = "cannot be told apart"
 _MAX_SEEDS = 20
 _TIE = 1e-9
 """Relative tolerance for equal sums, which rounding makes unequal."""
-Cell = tuple[str, str, str]
-"""Task, mismatch and loss."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,9 @@ class Comparison:
     task: str
     mismatch: str
     seeds: Sequence[int]
-    """Declared seeds."""
     differences: Sequence[float]
     """Score of ``claim.better`` minus that of ``claim.worse``, for each seed with both runs."""
     settings: tuple[str, str] = ("", "")
-    """Settings of both losses, formatted."""
 
     @property
     def is_complete(self) -> bool:
@@ -86,12 +83,10 @@ def holm(p_values: Sequence[float], total: int) -> list[float]:
 
 def effect_size(differences: Sequence[float]) -> float | None:
     """Return the mean in units of the standard deviation over seeds (d_z). None without a deviation."""
-    count = len(differences)
-    if count < 2:
+    if len(differences) < 2:
         return None
-    mean = sum(differences) / count
-    deviation = sqrt(sum((value - mean) ** 2 for value in differences) / (count - 1))
-    return None if isclose(deviation, 0.0, abs_tol=1e-12) else mean / deviation
+    deviation = stdev(differences)
+    return None if isclose(deviation, 0.0, abs_tol=1e-12) else fmean(differences) / deviation
 
 
 def without_open_searches(rows: Sequence[Row], runs: Sequence[GridRun]) -> list[Row]:
@@ -110,10 +105,8 @@ def compare(claims: Sequence[Claim], rows: Sequence[Row], runs: Sequence[GridRun
     for run in runs:
         if run.phase == "report" and not run.refusal:
             declared.setdefault((run.task, run.mismatch, run.loss), {})[run.seed] = run
-    finished: dict[Cell, dict[int, Row]] = {}
-    for row in without_open_searches(rows, runs):
-        if row["phase"] == "report":
-            finished.setdefault((row["task"], row["mismatch"], row["loss"]), {})[int(row["seed"])] = row
+    by_cell = cells(without_open_searches(rows, runs))
+    finished = {cell: {int(row["seed"]): row for row in cell_rows} for cell, cell_rows in by_cell.items()}
     comparisons = []
     for claim in claims:
         for (task, mismatch, loss), planned in declared.items():
@@ -170,13 +163,13 @@ def _format_comparison(comparison: Comparison, corrected: float) -> str:
     claim = comparison.claim
     better, worse = comparison.settings
     text = f"{claim.text}: {claim.better} ({better}) against {claim.worse} ({worse}), `{claim.score}`"
-    cells = [text, f"{comparison.task}, {comparison.mismatch}", judge_pair(comparison, corrected)]
+    entries = [text, f"{comparison.task}, {comparison.mismatch}", judge_pair(comparison, corrected)]
     apart = band(comparison.differences)
     size = effect_size(comparison.differences)
-    cells.append("-" if apart is None else f"{apart.mean:+.3f} [{apart.low:+.3f}, {apart.high:+.3f}]")
-    cells.append("-" if size is None else f"{size:+.1f}")
-    cells += [f"{comparison.p_value:.2g}", f"{corrected:.2g}"] if comparison.is_complete else ["-", "-"]
-    return "| " + " | ".join(cells) + " |"
+    entries.append("-" if apart is None else f"{apart.mean:+.3f} [{apart.low:+.3f}, {apart.high:+.3f}]")
+    entries.append("-" if size is None else f"{size:+.1f}")
+    entries += [f"{comparison.p_value:.2g}", f"{corrected:.2g}"] if comparison.is_complete else ["-", "-"]
+    return "| " + " | ".join(entries) + " |"
 
 
 def _format_loss(planned: Mapping[int, GridRun]) -> str:

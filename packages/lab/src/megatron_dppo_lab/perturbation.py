@@ -70,18 +70,18 @@ def quantized_weights(model: nn.Module) -> Iterator[Tensor]:
 def require_modelopt(weights_format: str) -> None:
     """Check that nvidia-modelopt is installed, without importing it."""
     if find_spec("modelopt") is None:
-        raise ConfigError(_missing_modelopt(weights_format, "not installed"))
+        raise _missing_modelopt(weights_format, "not installed")
 
 
 def _import_modelopt(weights_format: str) -> Any:
     try:
         return import_module(QUANTIZATION_MODULE)
     except ImportError as error:
-        raise ConfigError(_missing_modelopt(weights_format, f"cannot be imported: {error}")) from error
+        raise _missing_modelopt(weights_format, f"cannot be imported: {error}") from error
 
 
-def _missing_modelopt(weights_format: str, reason: str) -> str:
-    return (
+def _missing_modelopt(weights_format: str, reason: str) -> ConfigError:
+    return ConfigError(
         f"rollout.perturbation.weights = {weights_format!r} rounds with nvidia-modelopt ({reason}); install it with "
         "pip install 'megatron-dppo[modelopt]', or set weights = 'none'"
     )

@@ -49,8 +49,6 @@ def execute(experiment: Experiment, request: Request) -> None:
 
 @dataclass
 class _Source:
-    """File with rows of another machine."""
-
     file: str
     rows: Sequence[ExternalRow]
     imported: set[str] = field(default_factory=set)

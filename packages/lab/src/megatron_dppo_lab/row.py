@@ -19,7 +19,6 @@ from megatron_dppo_lab.statistics import Row
 
 _REWARD = "rollout/reward"
 _MAX_PROBLEMS = 3
-"""Largest number of problems per row in an error."""
 _EXTERNAL_FIX = "Fix: copy the rows.jsonl (or .xz) of the experiment again, or remove this line"
 _STORED_FIX = "Fix: remove this file and rerun the command, which repeats the run"
 
@@ -119,7 +118,6 @@ def _parse(location: str, line: bytes, advice: str) -> Row:
 
 
 def _check_run(location: str, row: Row, run: GridRun, base: str, advice: str) -> None:
-    """Raise an error if a valid row belongs to another run."""
     expected: Mapping[str, Any] = {"key": run.key, "base": base, "task": run.task, "seed": run.seed}
     for name, value in expected.items():
         if row[name] != value:

@@ -33,11 +33,6 @@ class _Job:
     needs: Path | None = None
     """Folder that must exist before the job starts. None for no dependency."""
 
-    @property
-    def is_ready(self) -> bool:
-        """True if the job can start."""
-        return self.needs is None or self.needs.is_dir()
-
 
 def execute_runs(
     store: Store,
@@ -121,7 +116,9 @@ def _execute_jobs(
     try:
         while waiting or running:
             # A run waits for its base model, and others may start before it.
-            while len(running) < at_once and (job := next((job for job in waiting if job.is_ready), None)):
+            while len(running) < at_once and (
+                job := next((j for j in waiting if j.needs is None or j.needs.is_dir()), None)
+            ):
                 waiting.remove(job)
                 process = context.Process(target=job.target, args=job.arguments)
                 process.start()

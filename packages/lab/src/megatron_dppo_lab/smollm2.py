@@ -115,7 +115,6 @@ def _check_digest(gguf: Path) -> None:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Write tokenizer, configuration and fp32 weights."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

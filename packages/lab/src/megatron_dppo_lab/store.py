@@ -83,13 +83,10 @@ class Store:
         return rows
 
     def require_same_bases(self, rows: Rows, missing: Sequence[GridRun]) -> str:
-        """Check that runs which are to be executed start from the weights of the rows that are there.
+        """Check that new runs start from the weights of the rows of their seed and mismatch, to be comparable.
 
-        Rows of one seed and mismatch are compared with each other, and a base model that is trained again on another
-        machine differs by rounding.
-
-        Returns:
-            A note on rows that do not say from which weights they start. Empty without any.
+        A base model that is trained again on another machine differs by rounding. Return a note on rows that do not say
+        from which weights they start. Empty without any.
         """
         unknown = 0
         for base, mismatch in sorted({(self.base(run), run.mismatch) for run in missing}):
@@ -145,23 +142,19 @@ class Store:
     def make_folders(self, *more: str) -> None:
         """Create the folders of the store, and the additional folders ``more``."""
         self.check_output_dir()
-        for name in (*_FOLDERS, *more):
-            self._make(self.folder / name)
-
-    def _make(self, folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"--output {self.folder}: the folder {folder} cannot be created: {error.strerror}. Fix: remove "
-                "what is there, or choose a writable --output"
-            ) from None
+        for folder in (self.folder, *(self.folder / name for name in (*_FOLDERS, *more))):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(
+                    f"--output {self.folder}: the folder {folder} cannot be created: {error.strerror}. Fix: remove "
+                    "what is there, or choose a writable --output"
+                ) from None
 
     @contextmanager
     def held(self, *more: str) -> Iterator[None]:
         """Lock the store and create its folders (see ``make_folders``)."""
-        self.check_output_dir()
-        self._make(self.folder)
+        self.make_folders()
         lock = FolderLock(self.folder, messages=_LOCK_MESSAGES)
         try:
             if lock.note:

@@ -81,7 +81,6 @@ def words_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[
 
     Further words of the response are ignored.
     """
-    del prompt, metadata
     words = completion.split()
     expected = label.split()
     if not expected:

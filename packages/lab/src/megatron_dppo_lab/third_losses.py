@@ -77,12 +77,7 @@ _TUNED = (
             for k in (0.5, 1.0, 2.0, 3.0)
         ],
     ),
-    _tuned(
-        "cispo",
-        _each("ratio_cap", 1.0, 2.0, 5.0, 10.0),
-        label="score_centering",
-        centering=True,
-    ),
+    _tuned("cispo", _each("ratio_cap", 1.0, 2.0, 5.0, 10.0), label="score_centering", centering=True),
 )
 # The same keys as the candidates above, so that a preset and the candidate that the search chose are one run.
 _FIXED = (
@@ -93,4 +88,3 @@ _FIXED = (
     LossSetting("skyrl/default", {"name": "skyrl/default"}),
 )
 THIRD_LOSSES: Mapping[str, LossSetting] = {loss.name: loss for loss in (*_TUNED, *_FIXED)}
-"""Name -> loss."""

@@ -198,9 +198,7 @@ class SDPACoreAttention(MegatronModule):
     """Causal attention with grouped queries over packed sequences.
 
     Each bucket of sequences is padded to ``[num_sequences, longest]`` for one batched call. Padding is on the right,
-    where the causal mask hides it.
-
-    With context parallelism each rank gathers all keys and values, and computes its queries.
+    where the causal mask hides it. A context-parallel rank gathers all keys and values, and computes its queries.
 
     Two options, by Megatron's own fields: a sliding window in some layers (``window_size``,
     ``window_attn_skip_freq``), and attention sinks (``softmax_type = "learnable"``). A sink is a score of each head
@@ -222,7 +220,6 @@ class SDPACoreAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        del attn_mask_type, attention_type
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
             raise ValueError(f"Expected attention_dropout = 0 for SDPACoreAttention, got {dropout}.")
@@ -247,7 +244,6 @@ class SDPACoreAttention(MegatronModule):
         num_query_groups, v_head_dim]`` of values, and ``[T, num_heads * v_head_dim]`` of the result.
         ``packed_seq_params`` is the row's ``PackedRow``; masks and biases are ignored.
         """
-        del attention_mask, attn_mask_type, attention_bias
         if not isinstance(packed_seq_params, PackedRow):
             raise ValueError("Expected packed rows. Fix: pass packed_seq_params=PackedRow.from_batch(batch, starts).")
         shard = packed_seq_params.shard
@@ -288,7 +284,11 @@ class SDPACoreAttention(MegatronModule):
         return torch.cat(outputs, 1)
 
     def _attend_masked(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
-        return self._attend(query, key, value, _visible_keys(positions, key.shape[1], self.window))
+        distance = positions[:, None, :, None] - torch.arange(key.shape[1], device=positions.device)
+        is_visible = distance >= 0
+        if self.window is not None:
+            is_visible &= distance <= self.window
+        return self._attend(query, key, value, is_visible)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attend from ``query [B, q, heads, d]`` to ``key, value [B, s, groups, *]``; return ``[B, q, heads, e]``."""
@@ -321,7 +321,6 @@ class SDPACoreAttention(MegatronModule):
 
 
 def _sinks(config: Any) -> Parameter:
-    """Return the sinks of this tensor-parallel rank's heads."""
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     sinks = Parameter(torch.zeros(heads, dtype=config.params_dtype, device=weight_device(config)))
     # Marks the sinks as split, so that the gradient norm counts every part once.
@@ -346,13 +345,3 @@ def _add_sink(
         F.pad(value, (0, 0, 0, 1)),
         F.pad(mask, (0, 1), value=True),
     )
-
-
-def _visible_keys(positions: Tensor, keys: int, window: int | None) -> Tensor:
-    """Return the mask ``[B, 1, q, keys]`` of queries at ``positions [B, q]``. True marks a visible key.
-
-    ``window`` is the number of visible keys before the query's own. None means all.
-    """
-    distance = positions[:, None, :, None] - torch.arange(keys, device=positions.device)
-    is_visible = distance >= 0
-    return is_visible if window is None else is_visible & (distance <= window)

@@ -7,7 +7,7 @@ order). The row and each of its sequences must be padded to a multiple of ``2 * 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,6 @@ class ContextShard:
     order: Tensor
     """Index of each token of the row in the concatenation of all ranks' shards. Int64, shape [T]."""
     group: ProcessGroup
-    """Context-parallel group."""
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, group: ProcessGroup) -> ContextShard:
@@ -54,28 +53,24 @@ class ContextShard:
         Backward gives each rank the gradient of its own shard and sums nothing: every rank must compute the same
         function of the gathered row, for example a loss. One all-gather forward, no collective backward.
         """
-        return self._gather(values, reduces=False)
+        return _Gather.apply(values, self, False)
 
     def gather_for_partial(self, values: Tensor) -> Tensor:
         """Gather the row for a function that each rank computes only partly, such as attention of its own queries.
 
         Backward sums the gradients of all ranks: one all-gather forward, one reduce-scatter backward.
         """
-        return self._gather(values, reduces=True)
+        return _Gather.apply(values, self, True)
 
     def tokens_to_heads(self, values: Tensor, sections: Sequence[int]) -> Tensor:
         """Exchange this rank's tokens of all heads for all tokens of this rank's heads: one all-to-all each way.
 
-        Args:
-            values: This rank's tokens ``[T / size, sum(sections)]``.
-            sections: Columns of each kind. Rank r gets the r-th of ``size`` parts of each kind.
-
-        Returns:
-            The row ``[T, sum(sections) / size]``, each kind after the other.
+        ``sections`` are the columns of each kind in ``values [T / size, sum(sections)]``. Rank r gets the r-th of
+        ``size`` parts of each: the row ``[T, sum(sections) / size]``, each kind after the other.
         """
         parts = [kind.chunk(self.group.size(), -1) for kind in values.split(list(sections), -1)]
         by_rank = torch.stack([torch.cat(kinds, -1) for kinds in zip(*parts, strict=True)])
-        return self._exchange(by_rank).flatten(0, 1)[self.order]
+        return _AllToAll.apply(by_rank, self.group).flatten(0, 1)[self.order]
 
     def heads_to_tokens(self, values: Tensor) -> Tensor:
         """Exchange all tokens ``[T, columns]`` of this rank's heads for ``[T / size, size * columns]``, its tokens.
@@ -83,16 +78,8 @@ class ContextShard:
         The inverse of ``tokens_to_heads`` for one kind: one all-to-all each way.
         """
         by_rank = torch.empty_like(values).index_copy(0, self.order, values)
-        exchanged = self._exchange(by_rank.unflatten(0, (self.group.size(), -1)))
+        exchanged = _AllToAll.apply(by_rank.unflatten(0, (self.group.size(), -1)), self.group)
         return exchanged.transpose(0, 1).flatten(1)
-
-    def _exchange(self, by_rank: Tensor) -> Tensor:
-        apply: Callable[..., Tensor] = _AllToAll.apply
-        return apply(by_rank, self.group)
-
-    def _gather(self, values: Tensor, reduces: bool) -> Tensor:
-        apply: Callable[..., Tensor] = _Gather.apply
-        return apply(values, self, reduces)
 
 
 def zigzag_index(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:

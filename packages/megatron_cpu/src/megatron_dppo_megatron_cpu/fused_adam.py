@@ -3,8 +3,6 @@
 Reason: without Transformer Engine and Apex, Megatron uses ``torch.optim.AdamW``, which it cannot checkpoint. AdamW
     keeps ``step`` per parameter. Megatron's distributed-optimizer checkpoints miss it (KeyError 'step') or share it
     between parameters, so that the next update differs. This class keeps ``step`` in the parameter group, as Apex does.
-Affected: Megatron Core 0.16.1 to 0.19.2.
-Delete when: Megatron's checkpoint of a torch AdamW loads and continues bitwise.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         **kernel_options: Any,
     ) -> None:
-        del kernel_options
         if not bias_correction:
             raise ValueError(
                 "Expected bias_correction = True for FusedAdam, got False: torch's fused kernels always correct."
@@ -46,7 +43,6 @@ class FusedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        del closure
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             params = [p for p in group["params"] if p.grad is not None]

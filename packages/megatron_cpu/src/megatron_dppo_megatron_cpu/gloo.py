@@ -7,7 +7,6 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +14,7 @@ import torch.distributed as dist
 
 
 def support_uneven_splits() -> None:
-    """Support all-gather and reduce-scatter with uneven splits on gloo.
-
-    Reason: gloo has neither ``all_gather_into_tensor`` nor ``reduce_scatter_tensor`` with uneven splits.
-    Affected: Megatron Core 0.16.1 to 0.19.2 on CPU.
-    Delete when: gloo supports uneven splits.
-    """
+    """Support all-gather and reduce-scatter with uneven splits on gloo."""
     from megatron.core.tensor_parallel import mappings
 
     even_gather, even_reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -47,12 +41,7 @@ def support_uneven_splits() -> None:
 
 
 def skip_single_rank_collectives() -> None:
-    """Skip the distributed optimizer's collectives in groups of one rank.
-
-    Reason: gloo copies the whole buffer, which takes three times as long as Adam.
-    Affected: Megatron Core 0.16.1 to 0.19.2 on CPU.
-    Delete when: the distributed optimizer skips them.
-    """
+    """Skip the distributed optimizer's collectives in groups of one rank."""
     from megatron.core.distributed import param_and_grad_buffer
 
     def unless_single_rank(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,8 +68,6 @@ _IGNORED_WARNINGS = (
     # torch's checkpoint planners on their own use of ShardedTensor.
     ("", FutureWarning, r"torch\.distributed\.checkpoint\."),
 )
-
-
 _NOISY_LOGS = {
     # Megatron Core 0.19.2 on its own classes.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
@@ -95,12 +82,8 @@ _NOISY_LOGS = {
 def silence_megatron() -> None:
     """Filter Megatron's log records, and its Python warnings unless the user sets ``-W`` or PYTHONWARNINGS."""
     for name, start in _NOISY_LOGS.items():
-        logging.getLogger(name).addFilter(partial(_is_other, start))
+        logging.getLogger(name).addFilter(lambda record, start=start: not record.getMessage().startswith(start))  # type: ignore[misc]
     if sys.warnoptions:
         return
     for message, category, module in _IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
-
-
-def _is_other(start: str, record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(start)

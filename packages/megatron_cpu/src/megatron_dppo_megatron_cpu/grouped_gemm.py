@@ -40,8 +40,7 @@ def has_grouped_gemm(x: Tensor, weight: Tensor) -> bool:
 
 def grouped_gemm(x: Tensor, splits: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
     """Compute ``grouped_linear`` with ``torch._grouped_mm``, on CPU too; needs at least one token."""
-    result: Tensor = _GroupedGemm.apply(_plain_strides(x), tuple(splits), *weights)
-    return result
+    return _GroupedGemm.apply(_plain_strides(x), tuple(splits), *weights)
 
 
 class _GroupedGemm(torch.autograd.Function):

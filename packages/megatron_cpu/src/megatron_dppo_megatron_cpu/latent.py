@@ -2,8 +2,6 @@
 
 Reason: MLA supports replicated latents only with Transformer Engine's layer. With Megatron's split layers a rank's part
     of the gradient of the rotated keys is lost under tensor parallelism.
-Affected: Megatron Core 0.16.1 to 0.19.2.
-Delete when: MLA accepts any layer, and MLASelfAttention sums that gradient.
 """
 
 from __future__ import annotations

@@ -48,21 +48,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fal
     return normalized.type_as(x) * weight
 
 
+def _norm_weight(config: TransformerConfig, size: int) -> Parameter:
+    weight = Parameter(torch.ones(size, dtype=config.params_dtype, device=weight_device(config)))
+    # Makes ``finalize_model_grads`` sum its gradient over the tensor-parallel group.
+    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return weight
+
+
 class RMSNorm(torch.nn.Module):
-    """RMSNorm that supports sequence parallelism, which Megatron's ``WrappedTorchNorm`` rejects.
+    """RMSNorm that supports sequence parallelism, which Megatron's ``WrappedTorchNorm`` rejects."""
 
-    The attribute ``sequence_parallel`` of the weight makes ``finalize_model_grads`` sum its gradient over the
-    tensor-parallel group.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
         super().__init__()
-        # Megatron passes its default here; the model's value is in the config.
-        del eps
+        # Megatron passes its default of eps; the model's value is in the config.
         self.eps = config.layernorm_epsilon
         self.zero_centered = config.layernorm_zero_centered_gamma
-        self.weight = Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=weight_device(config)))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x [..., hidden_size]``."""
@@ -76,10 +77,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
         self.zero_centered = config.layernorm_zero_centered_gamma
-        self.layer_norm_weight = Parameter(
-            torch.ones(input_size, dtype=config.params_dtype, device=weight_device(config))
-        )
-        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.layer_norm_weight = _norm_weight(config, input_size)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Normalize, then multiply; shapes as in ``ColumnParallelLinear``."""
@@ -114,11 +112,9 @@ class _GroupedLinear(torch.nn.Module):
         skip_bias_add: bool,
         is_expert: bool,
         pg_collection: Any,
-        tp_comm_buffer_name: str | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
-        del tp_comm_buffer_name
         parts = pg_collection.expt_tp.size()
         if not is_expert or (bias and parts > 1):
             raise ValueError(
@@ -150,8 +146,7 @@ class _GroupedLinear(torch.nn.Module):
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, list[Tensor] | None]:
         """Multiply tokens ``[sum(m_splits), in]``, sorted by expert, by their expert's weight.
 
-        Returns:
-            The products with the biases, and None. With ``skip_bias_add``, the products and the biases of the experts.
+        Biases are added, or with ``skip_bias_add`` returned beside the products.
         """
         output = grouped_linear(x, m_splits, [getattr(self, f"weight{i}") for i in range(self.num_gemms)])
         if not self.has_bias:

@@ -6,37 +6,22 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_dppo_megatron_cpu.torch_proxy import host_copies
 
 
 def copy_without_cuda() -> None:
-    """Let ``HybridDeviceOptimizer`` copy parameters without CUDA.
+    """Let ``HybridDeviceOptimizer`` copy parameters without CUDA."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-    Reason: it checks ``is_cuda`` of each tensor, and pins its copy.
-    Affected: Megatron Core 0.16.1 to 0.19.2 on CPU.
-    Delete when: Megatron takes the device from its process groups instead of torch.cuda.
-    """
     groups = HybridDeviceOptimizer._get_sub_optimizer_param_groups
-
-    def get_sub_optimizer_param_groups(self: Any, offload_fraction: float) -> Any:
-        with host_copies():
-            return groups(self, offload_fraction)
-
-    HybridDeviceOptimizer._get_sub_optimizer_param_groups = get_sub_optimizer_param_groups
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = host_copies()(groups)
 
 
 def copy_shards_only() -> None:
-    """Skip the copies that the distributed optimizer replaces right after.
+    """Skip the copies that the distributed optimizer replaces right after: it builds the optimizer twice."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-    Reason: the optimizer is built twice, first on all weights of the rank and then on its shards. The first build
-        copies all weights to the host.
-    Affected: Megatron Core 0.16.1 to 0.19.2.
-    Delete when: the distributed optimizer builds the only HybridDeviceOptimizer.
-    """
     copy = HybridDeviceOptimizer._init_sub_optimizers
 
     def init_sub_optimizers(self: Any) -> None:
@@ -50,14 +35,15 @@ def copy_shards_only() -> None:
 def accept_fp32_weights() -> None:
     """Let the optimizer offload models of another dtype that have weights in fp32, such as decays.
 
-    Reason: the shards of such weights are views with a gradient, which no optimizer of torch accepts. Those that stay
-        on the device are not updated: their gradients are in ``decoupled_grad``, which is read for other dtypes only.
-    Affected: Megatron Core 0.16.1 to 0.19.2.
-    Delete when: HybridDeviceOptimizer trains weights in fp32.
+    The shards of such weights are views with a gradient, which no optimizer of torch accepts. Those that stay on the
+    device are not updated: their gradients are in ``decoupled_grad``, which is read for other dtypes only.
     """
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
     build = DistributedOptimizer._build_model_and_main_param_groups
 
-    def build_model_and_main_param_groups(ranges: Any, buffers: Any, groups: Any, config: OptimizerConfig) -> Any:
+    def build_model_and_main_param_groups(ranges: Any, buffers: Any, groups: Any, config: Any) -> Any:
         with torch.no_grad() if config.optimizer_cpu_offload else nullcontext():
             return build(ranges, buffers, groups, config)
 

@@ -8,7 +8,6 @@ and when to delete it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ import torch
 from megatron_dppo_megatron_cpu.dispatcher import release_routes
 from megatron_dppo_megatron_cpu.fused_adam import FusedAdam
 from megatron_dppo_megatron_cpu.gloo import silence_megatron, skip_single_rank_collectives, support_uneven_splits
+from megatron_dppo_megatron_cpu.offload import accept_fp32_weights, copy_shards_only, copy_without_cuda
 from megatron_dppo_megatron_cpu.torch_proxy import bind_proxy, cuda_type_names
 
 PACKAGES = ("megatron.core", "megatron.bridge")
@@ -150,21 +150,12 @@ def _convert_splits_on_cpu() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
 
 
-def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with cuda_type_names():
-            return function(*args, **kwargs)
-
-    return wrapper
-
-
 def _use_cuda_type_names_in_optimizer() -> None:
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
 
     for cls in (distrib_optimizer.DistributedOptimizer, optimizer.Float16OptimizerWithFloat16Params):
-        cls.__init__ = _with_cuda_type_names(cls.__init__)
-    clip = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
+        cls.__init__ = cuda_type_names()(cls.__init__)
+    clip = cuda_type_names()(clip_grads.clip_grad_by_total_norm_fp32)
     clip_grads.clip_grad_by_total_norm_fp32 = optimizer.clip_grad_by_total_norm_fp32 = clip
 
 
@@ -183,24 +174,6 @@ def _load_optimizer_without_grad() -> None:
 
     load = distrib_optimizer.DistributedOptimizer.load_state_dict
     distrib_optimizer.DistributedOptimizer.load_state_dict = torch.no_grad()(load)
-
-
-def _offload_without_cuda() -> None:
-    from megatron_dppo_megatron_cpu.offload import copy_without_cuda
-
-    copy_without_cuda()
-
-
-def _copy_offloaded_shards_only() -> None:
-    from megatron_dppo_megatron_cpu.offload import copy_shards_only
-
-    copy_shards_only()
-
-
-def _offload_fp32_weights() -> None:
-    from megatron_dppo_megatron_cpu.offload import accept_fp32_weights
-
-    accept_fp32_weights()
 
 
 def _accept_fp8_false() -> None:
@@ -222,12 +195,7 @@ def _use_replicated_latents() -> None:
 
 
 def _accept_missing_te_version() -> None:
-    """Make version checks of an absent Transformer Engine return False.
-
-    Reason: the settings of a precision-aware optimizer compare its version, which is None, and raise a TypeError.
-    Affected: Megatron Core 0.16.1.
-    Delete when: 0.16.1 is no longer supported.
-    """
+    """Make version checks of an absent Transformer Engine return False."""
     from megatron.core import utils
     from megatron.core.optimizer import optimizer_config
 
@@ -291,11 +259,9 @@ SHIMS = (
         "0.16.1 is no longer supported",
         on_cuda=True,
     ),
+    Shim(copy_without_cuda, "offloading checks ``is_cuda`` of each tensor, and pins its copy", _ALL, _DEVICE_AGNOSTIC),
     Shim(
-        _offload_without_cuda, "offloading checks ``is_cuda`` of each tensor, and pins its copy", _ALL, _DEVICE_AGNOSTIC
-    ),
-    Shim(
-        _copy_offloaded_shards_only,
+        copy_shards_only,
         "offloading copies all weights of a rank to the host before the distributed optimizer builds it on the shards",
         _ALL,
         "the distributed optimizer builds the only HybridDeviceOptimizer",
@@ -303,7 +269,7 @@ SHIMS = (
         with_te=True,
     ),
     Shim(
-        _offload_fp32_weights,
+        accept_fp32_weights,
         "offloading refuses weights in fp32 of a model of another dtype, or does not update them",
         _ALL,
         "HybridDeviceOptimizer trains weights in fp32",

@@ -23,47 +23,17 @@ import torch
 _CPU = torch.device("cpu")
 
 
-class NullStream:
-    """CUDA stream for synchronous execution: all work is finished already."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        del args, kwargs
-
-    def wait_stream(self, stream: Any) -> None:
-        """Do nothing: CPU work is ordered already."""
-
-    def wait_event(self, event: Any) -> None:
-        """Do nothing: CPU work is ordered already."""
-
-    def record_event(self, event: Any = None) -> Any:
-        """Return the event, which is complete."""
-        return event or NullEvent()
-
-    def synchronize(self) -> None:
-        """Do nothing: CPU work is finished already."""
-
-    def query(self) -> bool:
-        """Return True: the work is finished."""
-        return True
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing: CPU work is ordered, and finished already."""
 
 
 class NullEvent:
     """CUDA event that is always complete."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        del args, kwargs
-
-    def record(self, stream: Any = None) -> None:
-        """Do nothing: CPU work is finished already."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Do nothing: CPU work is finished already."""
-
-    def synchronize(self) -> None:
-        """Do nothing: CPU work is finished already."""
+    __init__ = record = wait = synchronize = _do_nothing
 
     def query(self) -> bool:
-        """Return True: the event is complete."""
+        """Return True: the work is finished."""
         return True
 
     def elapsed_time(self, end: Any) -> float:
@@ -71,8 +41,15 @@ class NullEvent:
         return 0.0
 
 
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    del args, kwargs
+class NullStream:
+    """CUDA stream for synchronous execution: all work is finished already."""
+
+    __init__ = wait_stream = wait_event = synchronize = _do_nothing
+    query = NullEvent.query
+
+    def record_event(self, event: Any = None) -> Any:
+        """Return the event, which is complete."""
+        return event or NullEvent()
 
 
 class _CudaProxy(types.ModuleType):

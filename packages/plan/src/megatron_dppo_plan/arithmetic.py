@@ -29,7 +29,6 @@ class KvCachePlan:
     window_bytes_per_token: int = 0
     """Bytes of keys and values per token in the layers with a sliding window. 0 without."""
     window: int = 0
-    """Tokens of the sliding window."""
     gpus_per_server: int
     cache_bytes: int | None
     """Bytes of the cache on one GPU. None with the local engine."""
@@ -57,20 +56,21 @@ def plan_kv_cache(config: Config, hf_config: Any, parameters: int, machine: GpuN
     per_token = num_full_layers * heads * values_per_head * size
     window_per_token = len(shape.window_layers) * heads * values_per_head * size
     window = hf_config.sliding_window if shape.window_layers else 0
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = longest_sample(config)
     weight_bytes = served_weight_bytes(config, parameters)
+    cache = KvCachePlan(
+        bytes_per_token=per_token,
+        bytes_per_sequence=states,
+        window_bytes_per_token=window_per_token,
+        window=window,
+        gpus_per_server=1,
+        cache_bytes=None,
+        tokens_in_flight=None,
+        longest=longest,
+        weight_bytes=weight_bytes,
+    )
     if config.rollout.engine == "local":
-        return KvCachePlan(
-            bytes_per_token=per_token,
-            bytes_per_sequence=states,
-            window_bytes_per_token=window_per_token,
-            window=window,
-            gpus_per_server=1,
-            cache_bytes=None,
-            tokens_in_flight=None,
-            longest=longest,
-            weight_bytes=weight_bytes,
-        )
+        return cache
     options = _server_options(config)
     gpus = count_gpus_per_server(config.rollout.engine, options)
     # With data-parallel attention each replica has the cache of its own sequences.
@@ -81,18 +81,9 @@ def plan_kv_cache(config: Config, hf_config: Any, parameters: int, machine: GpuN
     copies = max(1, attention_gpus // heads)
     window_tokens = _cached_window_tokens(config.rollout.engine, options, window, longest)
     sequence = copies * (per_token * longest + window_per_token * window_tokens) + states
-    return KvCachePlan(
-        bytes_per_token=per_token,
-        bytes_per_sequence=states,
-        window_bytes_per_token=window_per_token,
-        window=window,
-        gpus_per_server=gpus,
-        cache_bytes=cache_bytes,
-        # The states of linear attention are split by heads as well, and count once for each sequence.
-        tokens_in_flight=max(0, int(cache_bytes * gpus * longest // sequence)),
-        longest=longest,
-        weight_bytes=weight_bytes,
-    )
+    # The states of linear attention are split by heads as well, and count once for each sequence.
+    in_flight = max(0, int(cache_bytes * gpus * longest // sequence))
+    return replace(cache, gpus_per_server=gpus, cache_bytes=cache_bytes, tokens_in_flight=in_flight)
 
 
 _SGLANG_WINDOW_RATIO = 0.8
@@ -112,11 +103,7 @@ def _cached_window_tokens(engine: str, options: Mapping[str, Any], window: int, 
 
 
 def served_weight_bytes(config: Config, parameters: int) -> int:
-    """Return the bytes of the engine's weights.
-
-    They are those of the quantized folder ``rollout.servers.model`` if it exists on this machine, else of all
-    parameters in ``rollout.dtype``.
-    """
+    """Return the bytes of the folder ``rollout.servers.model`` if it is here, else of all parameters."""
     folder = config.rollout.servers.model
     if folder is not None and any(Path(folder).glob("*.safetensors")):
         return sum(file.stat().st_size for file in find_weight_files(Path(folder), "rollout.servers.model").files)
@@ -124,11 +111,7 @@ def served_weight_bytes(config: Config, parameters: int) -> int:
 
 
 def server_memory_bytes(config: Config, machine: GpuNode) -> float:
-    """Return the bytes that a server uses for weights and cache on each GPU.
-
-    The fraction of the memory is SGLang's ``mem-fraction-static`` or vLLM's ``gpu-memory-utilization``, 0.85 by
-    default.
-    """
+    """Return the bytes that a server uses for weights and cache on each GPU: 85 % of its memory by default."""
     options = _server_options(config)
     return machine.memory * float(options.get("mem-fraction-static", options.get("gpu-memory-utilization", 0.85)))
 
@@ -185,8 +168,6 @@ class TransferPlan:
 _HANDLE_PASSES = 4
 """Passes of each byte through a GPU's memory in an IPC weight sync: the trainer reads it and writes it to a bucket, the
 server reads it and writes it to its weights."""
-
-
 _SAVE_HOST = 4
 """Bytes of host memory per parameter of a rank: 3.5 with 74 M parameters on two data-parallel ranks, 2.3 with 114 M
 (``benchmarks/checkpoint.py``)."""
@@ -271,7 +252,6 @@ class BatchPlan:
     samples_per_update: int
     """Samples of an update on one data-parallel rank."""
     updates: int
-    """Optimizer updates of a step."""
     mean_tokens: int
     """Assumed mean length of a sample in tokens."""
     mean_response: int

@@ -1,9 +1,8 @@
 """Values and sizes that a rehearsal assumes where the program reads data of the device.
 
-Fake tensors have shapes and no values. ``VALUE_READS`` lists every call site that reads a value, with the assumed value
-and the reason why it is correct. ``DATA_DEPENDENT_SIZES`` lists every operation whose output size depends on data. Any
-other read stops the rehearsal and names its line. Operations on real tensors alone (a row's token ids, sequence starts,
-routes) are computed as usual.
+Fake tensors have shapes and no values. The two tables list every call site that reads a value, and every operation
+whose output size depends on data. Any other read stops the rehearsal and names its line. Operations on real tensors
+alone (a row's token ids, sequence starts, routes) are computed as usual.
 """
 
 from __future__ import annotations
@@ -24,15 +23,13 @@ from torch.utils._pytree import tree_leaves
 from megatron_dppo.errors import PlanError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CallSite:
     """Function of the program that reads data."""
 
     file: str
     """End of the file's path."""
     function: str
-    reason: str
-    """Reason why the assumption is correct."""
 
     def is_at(self, frame: FrameType) -> bool:
         """Return True if the frame is of this function."""
@@ -40,16 +37,14 @@ class CallSite:
         return code.co_name == self.function and code.co_filename.endswith(self.file)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ValueRead(CallSite):
     """Call site that reads a value."""
 
-    assume: Callable[[FrameType, Tensor], float]
-    """Function from the calling frame and the read element to the assumed value."""
-
-
-def _constant(value: float) -> Callable[[FrameType, Tensor], float]:
-    return lambda frame, element: value
+    assume: float | Callable[[FrameType, Tensor], float]
+    """Assumed value, or a function to it from the calling frame and the read element."""
+    reason: str
+    """Reason why the assumption is correct."""
 
 
 def _row_shape(frame: FrameType, element: Tensor) -> float:
@@ -60,109 +55,73 @@ def _row_shape(frame: FrameType, element: Tensor) -> float:
 
 VALUE_READS: Sequence[ValueRead] = (
     ValueRead(
-        file="head/gradient.py",
-        function="check_rest",
-        assume=_constant(False),
-        reason="rows without a gradient have none; on CUDA the device asserts it without a read",
+        "head/gradient.py", "check_rest", False, "rows without a gradient have none; on CUDA the device asserts it"
     ),
     ValueRead(
-        file="head/checks.py",
-        function="_assert_distinct",
-        assume=_constant(False),
-        reason="the ids of a row are distinct; on CUDA the device asserts it without a read",
+        "head/checks.py", "_assert_distinct", False, "the ids of a row are distinct; on CUDA the device asserts it"
     ),
     ValueRead(
-        file="head/checks.py",
-        function="check_slots",
-        assume=_constant(False),
-        reason="the label is in exactly one slot; on CUDA the device asserts it without a read",
+        "head/checks.py", "check_slots", False, "the label is in exactly one slot; on CUDA the device asserts it"
     ),
     ValueRead(
-        file="head/gradient.py",
-        function="_check_one",
-        assume=_constant(1.0),
-        reason="Megatron's scale of the loss is 1 without fp16; on CUDA the device asserts it",
+        "head/gradient.py",
+        "_check_one",
+        1.0,
+        "Megatron's scale of the loss is 1 without fp16; on CUDA the device asserts it",
     ),
-    ValueRead(file="head/gradient.py", function="_scaled", assume=_constant(1.0), reason="the same scale"),
+    ValueRead("head/gradient.py", "_scaled", 1.0, "the same scale"),
+    ValueRead("report/metrics.py", "_to_floats", 1.0, "metrics do not affect the update"),
+    ValueRead("mcore/router_replay.py", "metrics", 1, "counts do not affect the update"),
+    ValueRead("optimizer/clip_grads.py", "get_grad_norm_fp32", 1.0, "the norm is finite; other steps are skipped"),
+    ValueRead("optimizer/optimizer.py", "_unscale_main_grads_and_check_for_nan", 0.0, "no gradient is infinite"),
+    ValueRead("distributed/finalize_model_grads.py", "finalize_model_grads", True, "a batch has tokens with a loss"),
+    ValueRead("mcore/layer_noise.py", "call", 1, "the same count"),
+    ValueRead("mcore/layer_noise.py", "step", 1.0, "metrics do not affect the update"),
     ValueRead(
-        file="report/metrics.py",
-        function="_to_floats",
-        assume=_constant(1.0),
-        reason="metrics do not affect the update",
-    ),
-    ValueRead(
-        file="mcore/router_replay.py", function="metrics", assume=_constant(1), reason="counts do not affect the update"
-    ),
-    ValueRead(
-        file="optimizer/clip_grads.py",
-        function="get_grad_norm_fp32",
-        assume=_constant(1.0),
-        reason="the norm is finite; other steps are skipped",
-    ),
-    ValueRead(
-        file="optimizer/optimizer.py",
-        function="_unscale_main_grads_and_check_for_nan",
-        assume=_constant(0.0),
-        reason="no gradient is infinite",
-    ),
-    ValueRead(
-        file="distributed/finalize_model_grads.py",
-        function="finalize_model_grads",
-        assume=_constant(True),
-        reason="a batch has tokens with a loss",
-    ),
-    ValueRead(file="mcore/layer_noise.py", function="call", assume=_constant(1), reason="the same count"),
-    ValueRead(
-        file="mcore/layer_noise.py", function="step", assume=_constant(1.0), reason="metrics do not affect the update"
-    ),
-    ValueRead(
-        file="pipeline_parallel/p2p_communication.py",
-        function="_communicate_shapes",
-        assume=_row_shape,
-        reason="the neighbor's rows are as long as this rank's: all rows are full",
+        "pipeline_parallel/p2p_communication.py",
+        "_communicate_shapes",
+        _row_shape,
+        "the neighbor's rows are as long as this rank's: all rows are full",
     ),
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DataDependentSize(CallSite):
     """Call site of an operation whose output size depends on data."""
 
     operation: str
     count: Callable[[FrameType], int]
+    reason: str
 
 
 DATA_DEPENDENT_SIZES: Sequence[DataDependentSize] = (
     DataDependentSize(
-        file="moe/moe_utils.py",
-        function="permute",
-        operation="aten::masked_select",
-        count=lambda frame: int(frame.f_locals["num_out_tokens"]),
-        reason="without token dropping every token is routed to exactly k experts",
+        "moe/moe_utils.py",
+        "permute",
+        "aten::masked_select",
+        lambda frame: int(frame.f_locals["num_out_tokens"]),
+        "without token dropping every token is routed to exactly k experts",
     ),
     DataDependentSize(
-        file="megatron_dppo_plan/megatron_replacements.py",
-        function="dispatch_postprocess",
-        operation="aten::masked_select",
-        count=lambda frame: int(frame.f_locals["arriving"]),
-        reason="the probabilities of exactly the tokens that arrive",
+        "megatron_dppo_plan/megatron_replacements.py",
+        "dispatch_postprocess",
+        "aten::masked_select",
+        lambda frame: int(frame.f_locals["arriving"]),
+        "the probabilities of exactly the tokens that arrive",
     ),
     DataDependentSize(
-        file="moe/moe_utils.py",
-        function="unpermute",
-        operation="aten::masked_select",
-        count=lambda frame: int(frame.f_locals["sorted_indices"].shape[0]),
-        reason="the same tokens in the opposite direction",
+        "moe/moe_utils.py",
+        "unpermute",
+        "aten::masked_select",
+        lambda frame: int(frame.f_locals["sorted_indices"].shape[0]),
+        "the same tokens in the opposite direction",
     ),
 )
-
-
-_WITHOUT_FAKE = frozenset(
-    {
-        "c10d::reduce_scatter_tensor_coalesced_",
-        "c10d::allgather_into_tensor_coalesced_",
-        "c10d::allreduce_coalesced_",
-    }
+_WITHOUT_FAKE = (
+    "c10d::reduce_scatter_tensor_coalesced_",
+    "c10d::allgather_into_tensor_coalesced_",
+    "c10d::allreduce_coalesced_",
 )
 """Collectives without a fake implementation in torch. They write to existing tensors."""
 
@@ -197,7 +156,7 @@ def _read_value(element: Tensor) -> float:
     frame = _calling_frame()
     for read in VALUE_READS:
         if read.is_at(frame):
-            return read.assume(frame, element)
+            return read.assume(frame, element) if callable(read.assume) else read.assume
     raise _unknown_value_error("a value of the device")
 
 

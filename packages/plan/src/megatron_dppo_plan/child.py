@@ -1,10 +1,6 @@
-"""Worker process that rehearses ranks.
+"""Worker that rehearses ranks: ``python -m megatron_dppo_plan.child``, with pickles on stdin and stdout.
 
-Started as ``python -m megatron_dppo_plan.child``. Pickled requests arrive on stdin, pickled responses leave on
-stdout.
-
-The process imports everything once and forks for each request: a rehearsal patches classes and starts fake process
-groups, so its process cannot be reused.
+It imports everything once and forks for each request: a rehearsal patches classes and starts fake process groups.
 """
 
 from __future__ import annotations
@@ -73,7 +69,6 @@ def _run_in_fork(request: RehearsalRequest) -> bytes:
 
 
 def _rehearse_and_exit(request: RehearsalRequest, response: IO[bytes]) -> None:
-    """Rehearse in the forked process and exit."""
     machine = request.machine
     code = 1
 

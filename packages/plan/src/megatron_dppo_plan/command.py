@@ -6,13 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megatron_dppo.errors import PlanError
 
 if TYPE_CHECKING:
     from megatron_dppo.config.schema import Config
-    from megatron_dppo_plan.search import PlanSearch
+    from megatron_dppo_plan.search import Candidate, PlanSearch
 
 HELP = "estimate a run without GPUs: memory, collectives, time"
 HAS_OVERRIDES = True
@@ -65,15 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the plan of a run, or the ranking of a search.
 
-    Returns:
-        0 if the run, or one setting of the search, fits; else 1.
+    Return 0 if the run, or one setting of the search, fits; else 1.
     """
     from megatron_dppo.config.io import load_config
     from megatron_dppo_plan.machine import get_machine
     from megatron_dppo_plan.plan import make_plan
     from megatron_dppo_plan.rehearsal_pool import RehearsalPool
     from megatron_dppo_plan.search import PlanSearch
-    from megatron_dppo_plan.submit import sbatch_line
+    from megatron_dppo_plan.step_time import sbatch_line
     from megatron_dppo_plan.text import format_plan
 
     numbers = ("world_size", "jobs", "num_servers", "mean_response_tokens", "search_seconds")
@@ -99,8 +99,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     with RehearsalPool(options.jobs) as rehearsals:
 
         def new_search() -> PlanSearch:
-            limits = {"seconds": options.search_seconds, "mean_response": mean}
-            return PlanSearch(load, options.world_size, machine, rehearsals, **limits)
+            return PlanSearch(load, options.world_size, machine, rehearsals, options.search_seconds, mean)
 
         if options.search is not None:
             return _search(new_search(), options.search)
@@ -142,10 +141,9 @@ def _without_functions(config: Config) -> Config:
 def _format_nearest(search: PlanSearch) -> str:
     from megatron_dppo_plan.text import format_candidates
 
-    try:
-        nearest = list(search.find_nearest(_NUM_NEAREST))
-    except PlanError:
-        nearest = []
+    nearest: list[Candidate] = []
+    with suppress(PlanError):
+        nearest += search.find_nearest(_NUM_NEAREST)
     note = "" if search.untried is None else f"\n{search.untried}"
     if nearest:
         return f"\nNearest settings that fit:\n{format_candidates(nearest)}{note}"

@@ -1,7 +1,6 @@
 """Kernels of gated delta nets on a rehearsed GPU: sizes and arithmetic of flash-linear-attention's, without a loop.
 
-Source: ``fla/ops/gated_delta_rule/chunk.py`` and ``wy_fast.py``, ``fla/modules/convolution.py`` and
-``fused_norm_gate.py``.
+Source: ``fla/ops/gated_delta_rule`` (``chunk.py``, ``wy_fast.py``), ``convolution.py`` and ``fused_norm_gate.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.mcore.delta_rule import DeltaNetKernels
-from megatron_dppo_megatron_cpu.attention import PackedRow
 
 _CHUNK = 64
 """Tokens of a chunk, as in flash-linear-attention."""
@@ -119,19 +117,9 @@ class _Gate(torch.autograd.Function):
         return gradients[0] * gates, gradients[0] * x, torch.empty_like(weight)
 
 
-def _apply_convolution(x: Tensor, weight: Tensor, row: PackedRow) -> Tensor:
-    del row
-    return _Convolution.apply(x, weight)
-
-
-def _apply_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, row: PackedRow) -> Tensor:
-    del row
-    return DeltaRule.apply(query, key, value, decay, beta)
-
-
-def _apply_gate(x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
-    del eps
-    return _Gate.apply(x, gates, weight)
-
-
-REHEARSED_KERNELS = DeltaNetKernels(_apply_convolution, _apply_rule, _apply_gate)
+# The last argument, of the row or of the norm, changes no size.
+REHEARSED_KERNELS = DeltaNetKernels(
+    lambda x, weight, row: _Convolution.apply(x, weight),
+    lambda query, key, value, decay, beta, row: DeltaRule.apply(query, key, value, decay, beta),
+    lambda x, gates, weight, eps: _Gate.apply(x, gates, weight),
+)

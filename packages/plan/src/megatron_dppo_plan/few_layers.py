@@ -40,9 +40,7 @@ def choose_layers(hf_config: Any, layout: Layout, rank: int) -> FewLayers | None
     Layers of one kind need the same memory and time, so a chunk's is a constant plus a multiple for each kind. The
     constant has what one layer needs beyond what it keeps, at the moment of the peak. That moment is near the first or
     the last layers. So both ends of the chunk stay, and layers are added between them. Layers must be split evenly.
-
-    Returns:
-        None if its layers are no more than would be rehearsed, or its chunks have different kinds.
+    None if its layers are no more than would be rehearsed, or its chunks have different kinds.
     """
     kinds = layer_kinds(hf_config)
     chunks = layout.pp * layout.vpp
@@ -77,8 +75,7 @@ def layer_kinds(hf_config: Any) -> list[LayerKind]:
 def with_layers(hf_config: Any, layers: Sequence[int], chunks: int) -> Any | None:
     """Return the config of a model in which each of ``chunks`` model chunks has these layers of the model, in order.
 
-    Returns:
-        None if no config.json describes such a model, as where dense layers must precede all others.
+    None if no config.json describes such a model, as where dense layers must precede all others.
     """
     kinds = layer_kinds(hf_config)
     chosen = list(layers) * chunks

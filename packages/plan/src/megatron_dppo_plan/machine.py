@@ -139,15 +139,9 @@ def get_machine(name: str) -> GpuNode:
 
 
 _aten = torch.ops.aten
-
-
-_CPU_ATTENTION_FORWARD = frozenset({_aten._scaled_dot_product_flash_attention_for_cpu})
-
-
-_CPU_ATTENTION_BACKWARD = frozenset({_aten._scaled_dot_product_flash_attention_for_cpu_backward})
-
-
-_MATMULS = frozenset({_aten.mm, _aten.addmm})
+_CPU_ATTENTION_FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+_MATMULS = (_aten.mm, _aten.addmm)
 
 
 def compute_dtype(func: Any, args: Sequence[Any], inputs: Sequence[Tensor]) -> torch.dtype:
@@ -167,10 +161,10 @@ def count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
     Causal attention counts half of torch's number, since kernels skip the masked half.
     """
     packet = func._overloadpacket
-    if packet in _CPU_ATTENTION_FORWARD:
+    if packet is _CPU_ATTENTION_FORWARD:
         shapes = _with_equal_heads(args[:3])
         return int(sdpa_flop_count(*shapes)) // (1 + _is_causal(func, args, kwargs))
-    if packet in _CPU_ATTENTION_BACKWARD:
+    if packet is _CPU_ATTENTION_BACKWARD:
         # The gradient of the output comes first; it has the queries' heads.
         shapes = _with_equal_heads(args[:4])
         return int(sdpa_backward_flop_count(*shapes)) // (1 + _is_causal(func, args, kwargs))
@@ -207,7 +201,6 @@ def _convolution_backward_flops(args: Sequence[Any]) -> int:
 
 
 def _is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return the argument ``is_causal`` of an attention call."""
     if "is_causal" in kwargs:
         return bool(kwargs["is_causal"])
     position = [argument.name for argument in func._schema.arguments].index("is_causal")

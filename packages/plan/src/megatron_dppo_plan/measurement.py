@@ -11,8 +11,6 @@ from megatron_dppo_plan.meter import Peak, Work
 
 STATIC = ("weights", "gradients", "optimizer")
 """Names of the memory that a rank holds between updates."""
-
-
 TEACHER = "teacher"
 """Phase that allocates a teacher's output layer and hidden states on the device."""
 
@@ -31,7 +29,6 @@ class UpdateMeasurement:
     collectives: list[tuple[str, str, tuple[int, ...], int, int]]
     """Sorted tuples (phase, name, ranks of the group, calls, input bytes of this rank)."""
     work: dict[str, Work] = field(default_factory=dict)
-    """Work by phase."""
     host: int = 0
     """Bytes of an offloaded optimizer in host memory: fp32 copies, moments and gradients."""
 
@@ -87,20 +84,9 @@ def extrapolate(base: UpdateMeasurement, additions: Sequence[tuple[UpdateMeasure
     ):
         _require_same_keys(name, parts)
 
-    def line(values: Sequence[Any]) -> Any:
-        return _extrapolate(values, counts)
-
-    return UpdateMeasurement(
-        static={name: line([one.static[name] for one in measured]) for name in base.static},
-        start_peak=_extrapolate_peak(line, [one.start_peak for one in measured]),
-        peaks={phase: _extrapolate_peak(line, [one.peaks[phase] for one in measured]) for phase in base.peaks},
-        micro_batches=base.micro_batches,
-        collectives=sorted(
-            (*key, *(line([each[key][column] for each in calls]) for column in range(2))) for key in calls[0]
-        ),
-        work={phase: _extrapolate_work(line, [one.work[phase] for one in measured]) for phase in base.work},
-        host=line([one.host for one in measured]),
-    )
+    extrapolated: UpdateMeasurement = _extrapolate([replace(one, collectives=[]) for one in measured], counts)
+    collectives = _extrapolate(calls, counts)
+    return replace(extrapolated, collectives=sorted((*key, *numbers) for key, numbers in collectives.items()))
 
 
 def _require_same_keys(name: str, parts: Sequence[Mapping[Any, Any]]) -> None:
@@ -114,22 +100,19 @@ def _require_same_keys(name: str, parts: Sequence[Mapping[Any, Any]]) -> None:
 
 
 def _extrapolate(values: Sequence[Any], counts: Sequence[int]) -> Any:
-    """Return the first value, and ``counts`` times the difference of each other value to it. Integers stay integers."""
+    """Return the first value, and ``counts`` times the difference of each other value to it, number by number.
+
+    A key that is missing in a dictionary has 0, texts and lists are those of the first value. Integers stay integers.
+    """
     first = values[0]
+    if isinstance(first, str | list):
+        return first
+    if isinstance(first, tuple):
+        return tuple(_extrapolate(each, counts) for each in zip(*values, strict=True))
+    if isinstance(first, dict):
+        keys = dict.fromkeys(key for value in values for key in value)
+        return {key: _extrapolate([value.get(key, 0) for value in values], counts) for key in keys}
+    if isinstance(first, UpdateMeasurement | Peak | Work):
+        return type(first)(**_extrapolate([vars(value) for value in values], counts))
     result = first + sum(count * (value - first) for count, value in zip(counts, values[1:], strict=True))
     return round(result) if all(isinstance(value, int) for value in values) else result
-
-
-def _extrapolate_peak(line: Any, peaks: Sequence[Peak]) -> Peak:
-    phases = {name for peak in peaks for name in peak.by_phase}
-    by_phase = {name: line([peak.by_phase.get(name, 0) for peak in peaks]) for name in sorted(phases)}
-    return Peak(line([peak.total for peak in peaks]), peaks[0].phase, by_phase)
-
-
-def _extrapolate_work(line: Any, works: Sequence[Work]) -> Work:
-    dtypes = {dtype for work in works for dtype in work.flops}
-    return Work(
-        flops={dtype: line([work.flops.get(dtype, 0) for work in works]) for dtype in sorted(dtypes)},
-        bytes_moved=line([work.bytes_moved for work in works]),
-        seconds=line([work.seconds for work in works]),
-    )

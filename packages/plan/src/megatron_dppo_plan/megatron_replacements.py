@@ -61,7 +61,6 @@ def _one_backend(_: Assumptions) -> None:
 
 def _objects(_: Assumptions) -> None:
     def all_gather_object(out: list[Any], value: Any, group: Any = None) -> None:
-        del group
         out[:] = [value] * len(out)
 
     dist.all_gather_object = all_gather_object  # type: ignore[assignment]
@@ -70,7 +69,6 @@ def _objects(_: Assumptions) -> None:
 def _conversion(_: Assumptions) -> None:
     @torch.no_grad()
     def apply(self: Module, change: Callable[[Any], Any], recurse: bool = True) -> Module:
-        del recurse
         for module in self.modules():
             for name, old in module._parameters.items():
                 if old is None or ((new := change(old)).dtype == old.dtype and new.device == old.device):
@@ -157,7 +155,6 @@ def _norms(_: Assumptions) -> None:
     from megatron.core.optimizer import clip_grads
 
     def norm(chunk: int, flag: Any, tensors: Sequence[Sequence[torch.Tensor]], *per_tensor: bool) -> Any:
-        del chunk, flag, per_tensor
         norms = torch.stack([torch.norm(tensor) for several in tensors for tensor in several])
         return torch.norm(norms).reshape(1), None
 

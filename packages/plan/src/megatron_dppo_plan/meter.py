@@ -23,35 +23,9 @@ HOST = "host"
 A rehearsal runs on the CPU, so only the phase separates the two.
 """
 
-_FREE_OPERATIONS = frozenset(
-    {
-        "detach",
-        "alias",
-        "view",
-        "_unsafe_view",
-        "t",
-        "transpose",
-        "expand",
-        "slice",
-        "select",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "permute",
-        "unsqueeze",
-        "squeeze",
-        "as_strided",
-        "chunk",
-        "empty",
-        "empty_like",
-        "new_empty",
-        "empty_strided",
-        "set_",
-        "lift_fresh",
-        "_local_scalar_dense",
-    }
-)
-"""Operations that move no data: views, allocations and reads of a value."""
+_ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided")
+_FREE_OPERATIONS = (*_ALLOCATIONS, "_unsafe_view", "set_", "_local_scalar_dense")
+"""Operations that move no data and are no views: allocations, a view by another name, reads of a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +36,6 @@ class Collective:
     name: str
     """Name in c10d, without a trailing underscore."""
     ranks: tuple[int, ...]
-    """Ranks of the group."""
 
 
 @dataclass
@@ -90,10 +63,8 @@ class Peak:
 class Meter(TorchDispatchMode):
     """Dispatch mode that counts memory, collectives and arithmetic.
 
-    Memory is the size of storages, from the operation that creates one until its last reference is gone.
-
-    Args:
-        time_of: Function from FLOPs, dtype and moved bytes of an operation to seconds. None measures no times.
+    Memory is the size of storages, from the operation that creates one until its last reference is gone. ``time_of``
+    maps FLOPs, dtype and moved bytes of an operation to seconds. None measures no times.
     """
 
     def __init__(self, time_of: Callable[[int, torch.dtype, int], float] | None = None) -> None:
@@ -105,7 +76,6 @@ class Meter(TorchDispatchMode):
         self.phase = "start"
         self.bytes_in_use = 0
         self.peaks: dict[str, Peak] = {}
-        """Peak of each phase."""
         self.work: dict[str, Work] = {}
         self.collectives: Counter[Collective] = Counter()
         self.sent: Counter[Collective] = Counter()
@@ -246,7 +216,7 @@ class Meter(TorchDispatchMode):
     def _count_work(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, outputs: Sequence[Tensor]
     ) -> None:
-        if func._schema.name.removeprefix("aten::") in _FREE_OPERATIONS:
+        if func.is_view or func._schema.name.removeprefix("aten::") in _FREE_OPERATIONS:
             return
         work = self.work.setdefault(self.phase, Work())
         inputs = _tensors((args, dict(kwargs)))

@@ -44,8 +44,6 @@ _QWEN3_30B_A3B: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
-
-
 # https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json
 _QWEN3_8B: Mapping[str, Any] = {
     "model_type": "qwen3",
@@ -61,12 +59,8 @@ _QWEN3_8B: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
-
-
 _BASE_MODEL_FIELDS: Mapping[str, Any] = {"max_position_embeddings": 32768}
 """Fields in which the base models differ."""
-
-
 KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-30B-A3B": _QWEN3_30B_A3B,
     "Qwen3-30B-A3B-Base": {**_QWEN3_30B_A3B, **_BASE_MODEL_FIELDS},
@@ -76,18 +70,15 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
 """Content of config.json by the last part of ``model.path``."""
 
 
-def _published_models() -> dict[str, Mapping[str, Any]]:
-    """Return the content of config.json of the families' published models, as far as transformers has other values."""
-    return {
+def load_model_config(path: str) -> tuple[Any, str | None]:
+    """Return the transformers config of ``model.path``, and a note if it is a known or a published model."""
+    # Families have what transformers has other values of.
+    published = {
         model.name: {"model_type": family.model_type, **model.keys}
         for family in FAMILIES.values()
         for model in family.published
     }
-
-
-def load_model_config(path: str) -> tuple[Any, str | None]:
-    """Return the transformers config of ``model.path``, and a note if it is a known or a published model."""
-    known = KNOWN_MODELS.get(Path(path).name) or _published_models().get(Path(path).name)
+    known = (published | KNOWN_MODELS).get(Path(path).name)
     if known is None or (Path(path) / "config.json").is_file():
         return read_hf_config(path), None
     from transformers import AutoConfig
@@ -125,12 +116,8 @@ def _full_row(config: Config, shape: RowShape, routing: RoutingShape | None, voc
     """
     longest = longest_sample(config)
     tokens = max(config.train.micro_batch_tokens, longest)
-    samples: list[TrainingSample] = []
-    while tokens > 0:
-        length = min(tokens, longest)
-        samples.append(_sample_sequence(length, config, routing, vocab_size))
-        tokens -= length
-    return pack(samples, shape)
+    lengths = [min(tokens - start, longest) for start in range(0, tokens, longest)]
+    return pack([_sample_sequence(length, config, routing, vocab_size) for length in lengths], shape)
 
 
 def sample_rows(config: Config, hf_config: Any, layout: Layout, count: int) -> Sequence[MicroBatch]:

@@ -157,11 +157,7 @@ def make_plan(
     """Plan a run by a rehearsal of its ranks.
 
     ``kinds`` None plans all kinds of ranks that the layout has. ``few_layers`` is ignored for layers that are split
-    unevenly.
-
-    Raises:
-        RehearsalTimeout: The time limit of ``rehearsals`` has passed.
-        UserError: The configuration cannot run on this many processes, or a rank cannot be rehearsed.
+    unevenly. A ``RehearsalTimeout`` ends it at the time limit of ``rehearsals``.
     """
     model = model or PlannedModel.from_config(config)
     layout = resolve_layout(config.parallel, config.batch, world_size, model.shape, config.model.transformer)
@@ -260,8 +256,8 @@ _ONCE_PER_UPDATE = ("reduce", "update")
 """Phases that run once per update, whatever the number of micro-batches."""
 
 
-def is_once_per_update(phase: str, collective: str) -> bool:
-    """Return True if a collective runs once per update. Only Megatron's DDP coalesces buffers, once per update."""
+def is_once_per_update(phase: str, collective: str = "") -> bool:
+    """Return True if work or a collective runs once per update. Only Megatron's DDP coalesces buffers, once."""
     return phase in _ONCE_PER_UPDATE or "coalesced" in collective
 
 
@@ -279,7 +275,7 @@ def _rank_plan(
     teacher = model.teacher
     # Time: the rehearsed micro-batches stand for all of them; reduction and optimizer run once per update.
     scale = batch.full_rows / measured.micro_batches
-    compute = sum(work.seconds * (1 if phase in _ONCE_PER_UPDATE else scale) for phase, work in measured.work.items())
+    compute = sum(work.seconds * (1 if is_once_per_update(phase) else scale) for phase, work in measured.work.items())
     dispatched = dispatch_ratio(config, model.hf_config, layout)
     communication = sum(
         machine.collective_seconds(name, ranks, size)

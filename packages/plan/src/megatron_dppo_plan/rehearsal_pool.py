@@ -67,11 +67,8 @@ class RehearsalPool:
     def run(self, requests: Sequence[RehearsalRequest], *, few_layers: bool = False) -> list[Any]:
         """Return the ``UpdateMeasurement`` of each request.
 
-        ``few_layers`` rehearses some layers of each kind and extrapolates. Layers must be split evenly.
-
-        Raises:
-            RehearsalTimeout: The time ``end`` has passed.
-            PlanError: A rank cannot be rehearsed, or its code fails.
+        ``few_layers`` rehearses some layers of each kind and extrapolates. Layers must be split evenly. Raises
+        ``RehearsalTimeout`` at the time ``end``, and ``PlanError`` if a rank cannot be rehearsed.
         """
         groups = [_short_requests(request) if few_layers else [(request, 0)] for request in requests]
         results = iter(self._run_all([short for group in groups for short, _ in group]))
@@ -129,8 +126,7 @@ class RehearsalPool:
 def _short_requests(request: RehearsalRequest) -> list[tuple[RehearsalRequest, int]]:
     """Return the request with few layers, and with one more of each kind and how many are left out.
 
-    Returns:
-        The request itself if the rank has few layers already, or no model has only some of them.
+    It is the request itself if the rank has few layers already, or no model has only some of them.
     """
     layout = request.layout
     few = choose_layers(request.hf_config, layout, request.role.rank)

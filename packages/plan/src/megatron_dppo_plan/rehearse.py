@@ -91,8 +91,7 @@ def rehearse(
 def _with_plain_optimizer(config: Config) -> tuple[Config, float | None]:
     """Replace Transformer Engine's optimizer, which needs a GPU, by the plain one.
 
-    Returns:
-        The configuration, and the bytes per parameter of the real optimizer. None if it is the plain one.
+    Return the bytes per parameter of the real optimizer too. None if it is the plain one.
     """
     from megatron_dppo_plan.arithmetic import optimizer_bytes_on_device
 
@@ -120,7 +119,10 @@ def rank_roles(
     """
     stages = {"all": 0} if layout.pp == 1 else {"first": 0, "last": layout.pp - 1}
     if layout.pp > 2:
-        stages = {"first": 0, "middle": _middle_stage(layout.pp, table), "last": layout.pp - 1}
+        from megatron_dppo.mcore.pipeline import fullest_middle_stage
+
+        middle = layout.pp // 2 if table is None else fullest_middle_stage(table, layout.pp)
+        stages = {"first": 0, "middle": middle, "last": layout.pp - 1}
     # Megatron numbers pipeline stages outermost.
     ranks_per_stage = layout.world_size // layout.pp
     count = rehearsed_micro_batches(layout)
@@ -131,14 +133,6 @@ def rank_roles(
     if unknown:
         raise PlanError(f"--rank-kinds {' '.join(unknown)}: this layout has {', '.join(available)}")
     return available if not kinds else {kind: available[kind] for kind in kinds}
-
-
-def _middle_stage(pp: int, table: str | list[list[str]] | None) -> int:
-    if table is None:
-        return pp // 2
-    from megatron_dppo.mcore.pipeline import fullest_middle_stage
-
-    return fullest_middle_stage(table, pp)
 
 
 def rehearsed_micro_batches(layout: Layout) -> int:

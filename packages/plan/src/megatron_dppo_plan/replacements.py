@@ -6,7 +6,7 @@ Those in Megatron are in ``megatron_replacements.py``. Assumed values are in ``a
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +23,6 @@ from megatron_dppo.mcore.row import MicroBatchRow
 from megatron_dppo_megatron_cpu import grouped_gemm
 from megatron_dppo_megatron_cpu.attention import SDPACoreAttention
 from megatron_dppo_megatron_cpu.torch_proxy import is_on_device
-from megatron_dppo_plan.attention_kernels import Sinks, counted_keys
 from megatron_dppo_plan.delta_kernels import REHEARSED_KERNELS
 from megatron_dppo_plan.megatron_replacements import REPLACEMENTS as MEGATRON
 from megatron_dppo_plan.megatron_replacements import Assumptions, Replacement
@@ -36,8 +35,8 @@ def replace_for_rehearsal(assumptions: Assumptions, *, as_gpu: bool) -> None:
             replacement.apply(assumptions)
 
 
-def _skip_weight_loading(_: Assumptions) -> None:
-    Bridge.load = lambda self, source: None  # type: ignore[method-assign]
+def _set(owner: Any, name: str, value: object) -> Callable[[Assumptions], None]:
+    return lambda _: setattr(owner, name, value)
 
 
 def _build_rows_on_host(_: Assumptions) -> None:
@@ -67,7 +66,6 @@ def _skip_fake_copies(_: Assumptions) -> None:
 
 def _report_cuda(_: Assumptions) -> None:
     def is_cuda(self: FakeTensor) -> bool:
-        del self
         # torch itself must see a CPU tensor, all other code one on the device that the rehearsal stands for.
         caller = sys._getframe(1)
         return "/torch/" not in caller.f_code.co_filename and is_on_device(caller)
@@ -92,13 +90,11 @@ def _replace_row_kernels(_: Assumptions) -> None:
     def row_statistics(
         logits: Tensor, shard_size: int, labels: Tensor, ids: Tensor | None, temperature: float, squares: bool
     ) -> Tensor:
-        del shard_size, labels, temperature
         # One pass over the logits, for the memory traffic.
         sums = logits.sum(1)
         return sums.new_empty(len(logits), 4 + (0 if ids is None else ids.shape[1]) + squares)
 
     def row_gradient(logits: Tensor, *args: Any) -> Tensor:
-        del logits
         return args[-1].zero_()
 
     kernels = SimpleNamespace(row_statistics=row_statistics, row_gradient=row_gradient)
@@ -111,7 +107,6 @@ _META_KERNELS = torch.library.Library("aten", "IMPL")
 
 def _replace_addmm(_: Assumptions) -> None:
     def addmm(total: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor, **_: float) -> Tensor:
-        del total, left, right, out_dtype
         return out
 
     if not hasattr(torch.ops.aten.addmm, "dtype_out"):
@@ -120,22 +115,40 @@ def _replace_addmm(_: Assumptions) -> None:
     _META_KERNELS.impl("addmm.dtype_out", addmm, "Meta", allow_override=True)
 
 
-def _skip_page_locking(_: Assumptions) -> None:
-    Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-
-
 def _skip_mask_checks(_: Assumptions) -> None:
     for module in (columns, stats):
         module.check_sets = lambda sampling_mask, labels, vocab_size: None  # type: ignore[attr-defined]
 
 
-def _skip_grouped_gemm(_: Assumptions) -> None:
-    grouped_gemm.has_grouped_gemm = lambda x, weight: False
+def counted_keys(keys: int, window: int | None) -> int:
+    """Return the number of keys with which causal attention, half of the pairs, has as many pairs as with a window.
+
+    ``window`` is the number of visible keys before the query's own. None means all.
+    """
+    if window is None or window + 1 >= keys:
+        return keys
+    visible = window + 1
+    pairs = keys * visible - visible * window // 2
+    return min(keys, round(2 * pairs / keys))
+
+
+class Sinks(torch.autograd.Function):
+    """Sinks that a kernel adds to its softmax: they need no memory beyond their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, sinks: Tensor) -> Tensor:
+        """Return the attention's result, which has the sinks already."""
+        ctx.save_for_backward(sinks)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of the result and of the sinks."""
+        return gradients[0], torch.empty_like(ctx.saved_tensors[0])
 
 
 def _attend_without_mask(_: Assumptions) -> None:
     def attend(self: SDPACoreAttention, query: Tensor, key: Tensor, value: Tensor, positions: Any) -> Tensor:
-        del positions
         sinks, self.softmax_offset = self.softmax_offset, None
         count = counted_keys(key.shape[1], self.window)
         output = self._attend(query, key[:, :count], value[:, :count], None)
@@ -145,17 +158,16 @@ def _attend_without_mask(_: Assumptions) -> None:
     SDPACoreAttention._attend_bucket = attend  # type: ignore[method-assign]
 
 
-def _replace_delta_kernels(_: Assumptions) -> None:
-    delta_net.choose_kernels = lambda config: REHEARSED_KERNELS  # type: ignore[attr-defined]
-
-
 REPLACEMENTS: Sequence[Replacement] = (
     Replacement(
         _replace_addmm,
         "torch 2.11 (seen; 2.13 has not) takes the rule of another overload for addmm(out_dtype, out), and fails",
         True,
     ),
-    Replacement(_skip_weight_loading, "initial weights are loaded one tensor at a time and add nothing to the peak"),
+    Replacement(
+        _set(Bridge, "load", lambda self, source: None),
+        "initial weights are loaded one tensor at a time and add nothing to the peak",
+    ),
     Replacement(_build_rows_on_host, "row plans and sequence starts are computed on the host from real tensors"),
     Replacement(_skip_mask_checks, "the check that a mask allows its label reads fake ids"),
     Replacement(_skip_fake_copies, "copying between fake storages keeps both alive in torch"),
@@ -165,7 +177,7 @@ REPLACEMENTS: Sequence[Replacement] = (
         True,
     ),
     Replacement(
-        _skip_grouped_gemm,
+        _set(grouped_gemm, "has_grouped_gemm", lambda x, weight: False),
         "one GEMM per expert keeps the same activations as Transformer Engine; torch's grouped one needs a device",
         True,
     ),
@@ -175,11 +187,15 @@ REPLACEMENTS: Sequence[Replacement] = (
         True,
     ),
     Replacement(
-        _replace_delta_kernels,
+        _set(delta_net, "choose_kernels", lambda config: REHEARSED_KERNELS),
         "flash-linear-attention's kernels need Triton: the same products, and what they keep",
         True,
     ),
-    Replacement(_skip_page_locking, "page-locked memory needs a device; the copy is the same", True),
+    Replacement(
+        _set(Tensor, "pin_memory", lambda self, *args, **kwargs: self),
+        "page-locked memory needs a device; the copy is the same",
+        True,
+    ),
     Replacement(_choose_gpu_chunks, "the head chooses its chunks by the kind of device", True),
     Replacement(
         _replace_row_kernels, "Triton cannot run on fake tensors; its kernels allocate only their results", True

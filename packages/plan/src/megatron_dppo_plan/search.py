@@ -7,7 +7,8 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from megatron_dppo.config.layout import Layout, layer_split, resolve_layout
 from megatron_dppo.config.schema import Config
@@ -39,7 +40,6 @@ OFFLOAD: Mapping[str, Flags] = {
     "optimizer": ("--optimizer-cpu-offload", "--use-precision-aware-optimizer"),
     "none": ("--no-optimizer-cpu-offload", "--no-use-precision-aware-optimizer"),
 }
-"""Flags of the search key ``offload`` by value."""
 
 _NUM_NAMED = 3
 """Combinations that are named among those that a time limit leaves out."""
@@ -62,7 +62,6 @@ class Candidate:
     """Settings with a valid layout."""
 
     flags: Flags
-    """Flags in addition to the configuration."""
     plan: Plan | None
     """None if the settings cannot be rehearsed."""
     reason: str = ""
@@ -95,28 +94,22 @@ def parse_axes(texts: Sequence[str]) -> Mapping[str, Sequence[str]]:
     return axes or DEFAULT_AXES
 
 
+@dataclass
 class PlanSearch:
     """Search for settings of a run. Combinations that the time limit ``seconds`` leaves out are in ``untried``."""
 
-    def __init__(
-        self,
-        load: LoadConfig,
-        world_size: int,
-        machine: GpuNode,
-        rehearsals: RehearsalPool,
-        *,
-        seconds: float = math.inf,
-        mean_response: int | None = None,
-    ) -> None:
-        self.untried: str | None = None
-        """Combinations that the last search did not try within its time limit. None if it tried all."""
-        self._seconds = seconds
-        self._mean_response = mean_response
-        self._load = load
-        self._world_size = world_size
-        self._machine = machine
-        self._rehearsals = rehearsals
-        self._model = PlannedModel.from_config(load(()))
+    load: LoadConfig
+    world_size: int
+    machine: GpuNode
+    rehearsals: RehearsalPool
+    seconds: float = math.inf
+    mean_response: int | None = None
+    untried: str | None = field(default=None, init=False)
+    """Combinations that the last search did not try within its time limit. None if it tried all."""
+
+    @cached_property
+    def _model(self) -> PlannedModel:
+        return PlannedModel.from_config(self.load(()))
 
     def rank_all(self, axes: Mapping[str, Sequence[str]], on_progress: Callable[[int, int], None]) -> list[Candidate]:
         """Rehearse every combination with a valid layout and static memory that fits, and sort them.
@@ -125,7 +118,7 @@ class PlanSearch:
         """
         self._start_clock()
         # Small groups communicate least, so combinations with them are tried first.
-        feasible = sorted(self._feasible_flags(axes, self._machine.memory), key=self._replica_ranks)
+        feasible = sorted(self._feasible_flags(axes, self.machine.memory), key=self._replica_ranks)
         candidates: list[Candidate] = []
         for candidate in self._rehearse_all(feasible):
             candidates.append(candidate)
@@ -137,12 +130,12 @@ class PlanSearch:
     def _replica_ranks(self, flags: Flags) -> int:
         if not flags:
             return 0  # the configuration itself comes first
-        layout = self._layout(self._load(flags))
+        layout = self._layout(self.load(flags))
         return layout.tp * layout.pp * layout.cp
 
     def _start_clock(self) -> None:
         self.untried = None
-        self._rehearsals.end = time.monotonic() + self._seconds
+        self.rehearsals.end = time.monotonic() + self.seconds
 
     def _rehearse_all(self, feasible: Sequence[Flags]) -> Iterator[Candidate]:
         """Yield the candidates that are rehearsed within the time limit; the rest is in ``untried``."""
@@ -157,48 +150,41 @@ class PlanSearch:
     def _add_untried(self, text: str) -> None:
         known = "" if self.untried is None else f"{self.untried}\n"
         self.untried = (
-            f"{known}Not tried within {self._seconds:g} s: {text}. Fix: --search with fewer values, or --search-seconds"
+            f"{known}Not tried within {self.seconds:g} s: {text}. Fix: --search with fewer values, or --search-seconds"
         )
 
     def find_nearest(self, count: int) -> Iterator[Candidate]:
         """Yield up to ``count`` settings that fit with room to spare, those with the fewest changes first.
 
-        Raises:
-            PlanError: The static memory of no combination fits.
+        Raises ``PlanError`` if the static memory of no combination fits.
         """
         self._start_clock()
-        feasible = sorted(
-            self._feasible_flags(
-                {**DEFAULT_AXES, "offload": tuple(OFFLOAD)}, round((1 - TIGHT) * self._machine.memory)
-            ),
-            key=len,
-        )
+        axes = {**DEFAULT_AXES, "offload": tuple(OFFLOAD)}
+        feasible = sorted(self._feasible_flags(axes, round((1 - TIGHT) * self.machine.memory)), key=len)
         fitting = (candidate for candidate in self._rehearse_all(feasible) if not any(candidate.sort_key[:3]))
         return itertools.islice(fitting, count)
 
     def _layout(self, config: Config) -> Layout:
         return resolve_layout(
-            config.parallel, config.batch, self._world_size, self._model.shape, config.model.transformer
+            config.parallel, config.batch, self.world_size, self._model.shape, config.model.transformer
         )
 
     def _rehearse(self, flags: Flags) -> Candidate:
-        config = self._load(flags)
+        config = self.load(flags)
         layout = self._layout(config)
         kinds = rank_roles(layout, self._model.shape.num_experts is not None)
         # "hot" needs at least as much as the other ranks of its stage, and middle stages need less than the ends.
         needed = [kind for kind in kinds if kind == "last" or ("hot" in kinds) == (kind == "hot")]
-        if layer_split(config.model.transformer):
-            needed = list(kinds)
         try:
             plan = make_plan(
                 config,
-                self._world_size,
-                self._machine,
-                self._rehearsals,
+                self.world_size,
+                self.machine,
+                self.rehearsals,
                 model=self._model,
-                kinds=needed,
+                kinds=list(kinds) if layer_split(config.model.transformer) else needed,
                 few_layers=True,
-                mean_response=self._mean_response,
+                mean_response=self.mean_response,
             )
         except RehearsalTimeout:
             raise
@@ -209,35 +195,35 @@ class PlanSearch:
     def _feasible_flags(self, axes: Mapping[str, Sequence[str]], memory: int) -> list[Flags]:
         """Return the minimal flags of all combinations with a valid layout and static memory that fits."""
         feasible: dict[str, Flags] = {}
-        reason = f"weights, gradients and optimizer alone do not fit {self._machine.name}"
+        reason = f"weights, gradients and optimizer alone do not fit {self.machine.name}"
         combinations = list(itertools.product(*axes.values()))
         for index, values in enumerate(combinations):
-            if time.monotonic() > self._rehearsals.end:
+            if time.monotonic() > self.rehearsals.end:
                 self._add_untried(f"{len(combinations) - index} of {len(combinations)} combinations, not even checked")
                 break
             flags = tuple(itertools.chain.from_iterable(map(_flags, axes, values)))
             try:
-                config = self._load(flags)
+                config = self.load(flags)
                 layout = self._layout(config)
             except ConfigError as error:
                 reason = str(error)
                 continue
-            if min_rank_bytes(config, self._model, layout) + self._machine.reserved <= memory:
+            if min_rank_bytes(config, self._model, layout) + self.machine.reserved <= memory:
                 minimal = self._minimal_flags(flags)
                 feasible.setdefault(str(sorted(minimal)), minimal)
         if not feasible:
-            raise PlanError(f"no combination of {', '.join(axes)} can run on {self._world_size} processes: {reason}")
+            raise PlanError(f"no combination of {', '.join(axes)} can run on {self.world_size} processes: {reason}")
         return list(feasible.values())
 
     def _minimal_flags(self, flags: Flags) -> Flags:
         """Remove flags without which the configuration stays the same."""
-        config = self._load(flags)
+        config = self.load(flags)
         minimal = list(flags)
         for flag in flags:
             without = [other for other in minimal if other != flag]
             # Without a flag that another one needs, the configuration is invalid: keep it.
             with contextlib.suppress(ConfigError):
-                if self._load(without) == config:
+                if self.load(without) == config:
                     minimal = without
         return tuple(minimal)
 

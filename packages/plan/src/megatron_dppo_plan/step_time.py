@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from megatron_dppo.config.layout import Layout, ModelShape
 from megatron_dppo.config.schema import Config
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.report.steps.files import estimate_step_bytes
+from megatron_dppo_engines.serving.vllm_extension.megatron_dppo_digest.batched_words import BATCH_BYTES
 from megatron_dppo_plan.arithmetic import (
     BatchPlan,
     KvCachePlan,
@@ -21,13 +23,25 @@ from megatron_dppo_plan.arithmetic import (
     assumed_response_lengths,
 )
 from megatron_dppo_plan.machine import GpuNode
-from megatron_dppo_plan.proof_time import proof_seconds
 
 LAUNCH_SIGNAL_SECONDS = 600
 """Time that ``launch/qwen3_moe_dppo.sh`` gives a step and its save before the job's time limit (``--signal``)."""
 
 _LAYER_SECONDS = 60e-6
 """Assumed time of launches and synchronization in each layer of a decoding iteration, with CUDA graphs."""
+# Counts of ``benchmarks/sync_proof.py``.
+_SENT_SECONDS = 15e-6
+"""CPU time of rank 0 for each tensor that is sent: 0.25 s for the 18,867 of Qwen3-30B-A3B."""
+_JUDGED_SECONDS = 3e-6
+"""CPU time of rank 0 for each tensor, rank and server: 0.68 s for 849 x 8 x 32 of Qwen3-235B-A22B."""
+_SERVED_SECONDS = 70e-6
+"""Assumed CPU time of a server for each of its tensors: two launches and a read."""
+_BATCH_SECONDS = 60e-6
+"""Assumed CPU time of a launch and the copy of its table to the device."""
+_HASH_RATE = 132 * 64 * 1.755e9 / 39 * 4
+"""Bytes that an H100 or H200 hashes per second: its integer operations per second, and 39 operations a word of 4."""
+_LAYER_TENSORS = 9
+"""Tensors of a layer beside the experts: attention, norms, router."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +55,7 @@ class ServedModel:
     """Bytes of all routed experts."""
     expert_fraction: float
     """Experts that one token chooses, over all experts. 0 for a dense model."""
-    cache_bytes_per_token: int
-    state_bytes_per_sequence: int
-    """Bytes of the states of linear attention, which each token reads and writes."""
-    window_bytes_per_token: int = 0
-    """Bytes of the cache per token in the layers with a sliding window. 0 without."""
-    window: int = 0
-    """Tokens of the sliding window."""
+    cache: KvCachePlan
 
     @property
     def active_bytes(self) -> float:
@@ -64,9 +72,10 @@ class ServedModel:
         sequences, ``peak`` is the data sheet's FLOP/s for the engine's dtype.
         """
         chosen = 1 - (1 - self.expert_fraction) ** sequences
-        moved = self.dense_bytes + chosen * self.expert_bytes + self.cache_bytes_per_token * context_tokens
-        moved += 2 * self.state_bytes_per_sequence * sequences
-        moved += self.window_bytes_per_token * min(context_tokens, sequences * self.window)
+        moved = self.dense_bytes + chosen * self.expert_bytes + self.cache.bytes_per_token * context_tokens
+        # Each token reads and writes the states of linear attention.
+        moved += 2 * self.cache.bytes_per_sequence * sequences
+        moved += self.cache.window_bytes_per_token * min(context_tokens, sequences * self.cache.window)
         memory = moved / (gpus * machine.memory_bandwidth * machine.bandwidth_efficiency)
         # Two bytes a weight, two FLOPs a weight and token.
         arithmetic = sequences * self.active_bytes / (gpus * peak * machine.flops_efficiency)
@@ -85,10 +94,7 @@ def served_model(hf_config: Any, parameters: int, expert_parameters: int, cache:
         dense_bytes=round(size * (parameters - expert_parameters - embedding)),
         expert_bytes=round(size * expert_parameters),
         expert_fraction=topk / shape.num_experts if shape.num_experts else 0.0,
-        cache_bytes_per_token=cache.bytes_per_token,
-        state_bytes_per_sequence=cache.bytes_per_sequence,
-        window_bytes_per_token=cache.window_bytes_per_token,
-        window=cache.window,
+        cache=cache,
     )
 
 
@@ -181,6 +187,28 @@ class StepPlan:
         return None if self.num_steps is None else self.gpus * self.num_steps * self.seconds / 3600
 
 
+def proof_seconds(
+    config: Config, shape: ModelShape, sent: int, machine: GpuNode, *, gpus_per_server: int, servers: int
+) -> float:
+    """Return the time that a full proof adds to a weight sync; 0 without one.
+
+    ``sent`` is the bytes of a sync, ``gpus_per_server`` the tensor-parallel size of a server.
+    """
+    sync = config.rollout.weight_sync
+    if not servers or sync.method == "adapter" or not sync.checksum_every:
+        return 0.0
+    # Every layer has a gate, an up and a down projection, or those of each expert.
+    num_expert_layers = shape.num_layers - len(shape.dense_layers) if shape.num_experts else 0
+    num_projections = shape.num_layers - num_expert_layers + num_expert_layers * (shape.num_experts or 0)
+    num_sent = shape.num_layers * _LAYER_TENSORS + 3 * num_projections
+    num_served = shape.num_layers * _LAYER_TENSORS
+    rate = _HASH_RATE * machine.bandwidth_efficiency
+    # Rank 0 computes while it sends; the servers follow, all at once, and then rank 0 judges them one by one.
+    expected = max(num_sent * _SENT_SECONDS + sent / BATCH_BYTES * _BATCH_SECONDS, sent / rate)
+    held = max(num_served * _SERVED_SECONDS, sent / gpus_per_server / rate)
+    return expected + held + servers * gpus_per_server * num_served * _JUDGED_SECONDS
+
+
 def count_servers(config: Config, layout: Layout, gpus_per_server: int, servers: int | None = None) -> int:
     """Return the number of inference servers of a run.
 
@@ -202,10 +230,7 @@ def rollout_seconds(
     """Return the time in which the servers sample a step.
 
     The samples are spread evenly. One response of the slowest server reaches ``max_new_tokens``, for which the others
-    wait.
-
-    Returns:
-        None without servers, or if the weights alone do not fit a server.
+    wait. None without servers, or if the weights alone do not fit a server.
     """
     if not servers or not cache.tokens_in_flight:
         return None
@@ -283,7 +308,27 @@ def _recorded_bytes(config: Config, token_bytes: TokenBytes) -> int:
     every = config.log.rollouts_every
     if not every or config.run.num_epochs is not None:
         return 0
+    return math.ceil((config.run.num_steps or 0) / every) * recorded_step_bytes(config, token_bytes)
+
+
+def recorded_step_bytes(config: Config, token_bytes: TokenBytes) -> int:
+    """Return an upper bound of the bytes of one recorded step."""
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     more = token_bytes.total - token_bytes.sampled
-    step = estimate_step_bytes(samples, config.rollout.max_new_tokens, more=more)
-    return math.ceil((config.run.num_steps or 0) / every) * step
+    return estimate_step_bytes(samples, config.rollout.max_new_tokens, more=more)
+
+
+def sbatch_line(file: str, overrides: Sequence[str], step: StepPlan, machine: GpuNode) -> str:
+    """Return the sbatch line of a run with ``launch/qwen3_moe_dppo.sh``."""
+    per_node = machine.gpus_per_node
+    trainer_gpus = step.gpus - step.server_gpus
+    server_nodes = math.ceil(step.server_gpus / per_node)
+    nodes = math.ceil(trainer_gpus / per_node) + server_nodes
+    servers = f"--server-nodes {server_nodes} " if server_nodes else ""
+    return " ".join(
+        [
+            f"sbatch --nodes={nodes} --gpus-per-node={min(per_node, trainer_gpus)} --mem=0 --time=24:00:00",
+            f"--signal=B:TERM@{step.signal_seconds} launch/qwen3_moe_dppo.sh {servers}{file}",
+            *map(shlex.quote, overrides),
+        ]
+    )

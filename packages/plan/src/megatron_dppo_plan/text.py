@@ -8,13 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_dppo.config.layout import format_layout
-from megatron_dppo.report.steps.files import estimate_step_bytes
 from megatron_dppo_plan.arithmetic import MEAN_LENGTH_RATIO
 from megatron_dppo_plan.measurement import STATIC, TEACHER
 from megatron_dppo_plan.plan import TIGHT, Plan, RankPlan, dispatch_ratio, is_once_per_update
 from megatron_dppo_plan.rehearse import HOT_EXPERT_LOAD
 from megatron_dppo_plan.search import Candidate
-from megatron_dppo_plan.step_time import LAUNCH_SIGNAL_SECONDS, StepPlan
+from megatron_dppo_plan.step_time import LAUNCH_SIGNAL_SECONDS, StepPlan, recorded_step_bytes
 
 _GIB = 2**30
 _PHASE_COLUMNS = ("head", "row", "replay")
@@ -185,7 +184,7 @@ def _time_table(plan: Plan) -> str:
     lines = []
     for name, rank in plan.ranks.items():
         flops = sum(
-            sum(work.flops.values()) for phase, work in rank.measured.work.items() if phase not in ("reduce", "update")
+            sum(work.flops.values()) for phase, work in rank.measured.work.items() if not is_once_per_update(phase)
         )
         tera_flops = flops / rank.measured.micro_batches / 1e12
         step_seconds = rank.update_seconds * plan.batch.updates
@@ -197,14 +196,11 @@ def _time_table(plan: Plan) -> str:
         f"\nRoofline of {machine.name}: {machine.flops_efficiency:.0%} of the data sheet's FLOP/s, "
         f"{machine.bandwidth_efficiency:.0%} of its bandwidth, no fusion, no overlap; +- 30 % until it is measured."
     )
-    return format_table(head, lines) + _host_time(plan) + explanation
-
-
-def _host_time(plan: Plan) -> str:
-    seconds = max((rank.host_seconds for rank in plan.ranks.values()), default=0.0)
-    if not seconds:
-        return ""
-    return f"\nThe offloaded optimizer takes {_short(seconds)} s of an update, transfers included."
+    host = max((rank.host_seconds for rank in plan.ranks.values()), default=0.0)
+    if host:
+        offloaded = f"\nThe offloaded optimizer takes {_short(host)} s of an update, transfers included."
+        explanation = offloaded + explanation
+    return format_table(head, lines) + explanation
 
 
 def _rollouts_line(plan: Plan) -> str:
@@ -225,7 +221,6 @@ def _rollouts_line(plan: Plan) -> str:
 
 
 def _served_model(plan: Plan) -> str:
-    """Return a note on the weights of ``rollout.servers.model``."""
     model = plan.config.rollout.servers.model
     if model is None:
         return ""
@@ -252,16 +247,11 @@ def _columns_line(plan: Plan) -> str:
 
 
 def _recorded_size(plan: Plan) -> str:
-    """Return the size of a step that ``log.rollouts_every`` records."""
-    config = plan.config
-    if not config.log.rollouts_every:
+    every = plan.config.log.rollouts_every
+    if not every:
         return ""
-    samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    more = plan.token_bytes.total - plan.token_bytes.sampled
-    size = estimate_step_bytes(samples, config.rollout.max_new_tokens, more=more)
-    return (
-        f"; at most {format_gib(size)} GiB on disk per recorded step (log.rollouts_every = {config.log.rollouts_every})"
-    )
+    size = recorded_step_bytes(plan.config, plan.token_bytes)
+    return f"; at most {format_gib(size)} GiB on disk per recorded step (log.rollouts_every = {every})"
 
 
 def _colocated_lines(plan: Plan) -> list[str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import pickle
 import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_dppo.errors import ConfigError
@@ -23,39 +24,27 @@ _MAX_STEPS = 20_000_000
 _CPU_SECONDS = 10
 _MEMORY_BYTES = 1 << 30
 _FIX = "Fix: write the training command alone into a file, with its values"
-
-
-class Budget:
-    """Steps that are left for a file."""
-
-    def __init__(self) -> None:
-        self._left = _MAX_STEPS
-
-    def spend(self, steps: int) -> None:
-        """Count steps before they are made."""
-        self._left -= steps
-        if self._left < 0:
-            raise ConfigError(f"The file takes more than {_MAX_STEPS:,} steps to read, or as many characters. {_FIX}")
-
-
-_current: ContextVar[Budget | None] = ContextVar("budget", default=None)
+_steps_left: ContextVar[int | None] = ContextVar("steps_left", default=None)
 
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Give the file that is read inside the block a budget."""
-    token = _current.set(Budget())
+    """Give the file that is read inside the block a budget of steps."""
+    token = _steps_left.set(_MAX_STEPS)
     try:
         yield
     finally:
-        _current.reset(token)
+        _steps_left.reset(token)
 
 
 def spend(steps: int) -> None:
-    """Count steps of the file that is read. Outside of ``limited`` nothing is counted."""
-    budget = _current.get()
-    if budget is not None:
-        budget.spend(steps)
+    """Count steps of the file that is read before they are made. Outside of ``limited`` nothing is counted."""
+    left = _steps_left.get()
+    if left is None:
+        return
+    if left < steps:
+        raise ConfigError(f"The file takes more than {_MAX_STEPS:,} steps to read, or as many characters. {_FIX}")
+    _steps_left.set(left - steps)
 
 
 def check_size(num_characters: int) -> None:
@@ -72,43 +61,37 @@ def call_limited(function: Callable[[], Any]) -> Any:
     """
     if threading.active_count() > 1 or not hasattr(os, "fork"):
         return function()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        _answer(function, writer)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        answer = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status) or not answer:
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(function, writer))
+    child.start()
+    writer.close()
+    try:
+        result, error = reader.recv()
+    except EOFError:
         limits = f"{_CPU_SECONDS} seconds of CPU time or {_MEMORY_BYTES >> 20} MiB"
-        raise ConfigError(f"The file takes more than {limits} to read. {_FIX}")
-    result, error = pickle.loads(answer)
+        raise ConfigError(f"The file takes more than {limits} to read. {_FIX}") from None
+    finally:
+        child.join()
     if error is not None:
         raise error
     return result
 
 
-def _answer(function: Callable[[], Any], writer: int) -> None:
-    """Write the pickled result or error, and end this process."""
+def _answer(function: Callable[[], Any], writer: Connection) -> None:
+    _limit_process()
     try:
-        _limit_process()
-        try:
-            answer = pickle.dumps((function(), None))
-        except Exception as error:
-            answer = pickle.dumps((None, error))
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(answer)
-    finally:
-        # Nothing of the parent, such as its buffers, may be flushed here, too.
-        os._exit(0)
+        writer.send((function(), None))
+    except Exception as error:
+        writer.send((None, error))
 
 
 def _limit_process() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS + 1))
-    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    # An interrupt, which the parent reports, ends this process without a traceback too.
+    for number in (signal.SIGXCPU, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             size = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -48,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the TOML, and to standard error the status of each setting.
 
-    Returns:
-        0, or 1 if the configuration is incomplete or invalid.
+    Return 1 if the configuration is incomplete or invalid.
     """
     from megatron_dppo_port.budget import call_limited
     from megatron_dppo_port.port import port

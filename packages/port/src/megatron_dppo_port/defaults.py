@@ -175,8 +175,3 @@ DEFAULTS: dict[str, dict[str, Mapping[str, Any]]] = {
     "prime-rl": {"0.9.0": _PRIME_RL_09, "559b447": _PRIME_RL},
 }
 """Defaults by framework and version, the newest release first."""
-
-
-def default_version(framework: str) -> str:
-    """Return the version whose defaults apply if none is named: the newest release."""
-    return next(iter(DEFAULTS[framework]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import get_args
 
 from megatron_dppo.config.model import LORA_TARGETS, LoraTarget
@@ -19,29 +18,18 @@ _MEGATRON_TARGETS = {
 _MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 
 
-@dataclass(frozen=True)
-class ServerGpus:
-    """GPUs on which the other stack runs inference servers."""
-
-    per_node: int
-    num_nodes: int
-    per_server: int
-
-
-def put_server_count(draft: Draft, gpus: ServerGpus, *source_keys: str) -> None:
+def put_server_count(draft: Draft, key: str, *, per_node: int, num_nodes: int, per_server: int) -> None:
     """Set the number of servers of a node: other stacks fill their GPUs with servers, here the number is a key."""
-    if gpus.per_server > gpus.per_node * gpus.num_nodes:
-        reason = f"a server of {gpus.per_server} GPUs does not fit on {gpus.num_nodes} * {gpus.per_node}"
-        raise UnreadSettingError(source_keys[0], reason)
-    if gpus.per_server > gpus.per_node:
-        reason = f"a server of {gpus.per_server} GPUs spans nodes of {gpus.per_node}: see docs/launch.md"
-        raise UnreadSettingError(source_keys[0], reason)
-    count = gpus.per_node // gpus.per_server
-    if count == 1 and gpus.num_nodes == 1:
+    if per_server > per_node * num_nodes:
+        raise UnreadSettingError(key, f"a server of {per_server} GPUs does not fit on {num_nodes} * {per_node}")
+    if per_server > per_node:
+        raise UnreadSettingError(key, f"a server of {per_server} GPUs spans nodes of {per_node}: see docs/launch.md")
+    count = per_node // per_server
+    if count == 1 and num_nodes == 1:
         return
-    note = f"{gpus.per_node} GPUs / {gpus.per_server} of a server"
-    if gpus.num_nodes > 1:
-        note += f", on each of {gpus.num_nodes} nodes; rollout.servers.urls lists all {count * gpus.num_nodes}"
+    note = f"{per_node} GPUs / {per_server} of a server"
+    if num_nodes > 1:
+        note += f", on each of {num_nodes} nodes; rollout.servers.urls lists all {count * num_nodes}"
     draft.put("rollout.servers.count", count, note=note)
 
 

@@ -88,9 +88,7 @@ class Draft:
     defaults: Mapping[str, Any]
     """Defaults of the framework's version by key, for settings that the file does not have."""
     version: str
-    """Framework and version of the defaults."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Translated configuration as nested tables."""
     rows: list[PortedSetting] = field(default_factory=list)
     handled: set[str] = field(default_factory=set)
     consulted: set[str] = field(default_factory=set)
@@ -104,13 +102,11 @@ class Draft:
     num_processes: int | None = None
     """Processes of the original run. None if the file does not say."""
     last_read: str = ""
-    """Setting that was read last."""
 
     def read(self, key: str, convert: Callable[[Any], Any]) -> Any:
         """Return the converted value of a setting, or the framework's default. None if it has neither.
 
-        Raises:
-            UnreadSettingError: The value is unknown, or is not of the expected form.
+        Raises ``UnreadSettingError`` for a value that is unknown or not of the expected form.
         """
         self.consulted.add(key)
         self.last_read = key
@@ -209,7 +205,6 @@ class Draft:
 
 @cache
 def _package_default(path: str) -> Any:
-    """Return the default of a key of this package. None if it has none."""
     fields = keys()
     return fields[path].default if path in fields else None
 

@@ -16,7 +16,7 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.report.printable import printable_toml
 from megatron_dppo_port import prime_rl, slime, verl
 from megatron_dppo_port.budget import limited
-from megatron_dppo_port.defaults import DEFAULTS, default_version
+from megatron_dppo_port.defaults import DEFAULTS
 from megatron_dppo_port.draft import FILL_IN, Draft, PortedSetting, apply_rules
 from megatron_dppo_port.settings import OTHER_FILES, SourceFile, read_shell, read_toml, read_yaml
 
@@ -24,8 +24,6 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]*[A-Za-z0-9_]", re.ASCII)
 """``owner/name``. A folder is written with a slash, a dot or a tilde before it."""
 _MAX_SETTINGS = 10_000
 _FIX = "Fix: give the training command itself"
-
-
 _FRAMEWORKS = {"verl": verl, "slime": slime, "prime-rl": prime_rl}
 """Modules with ``TABLE``, ``PATTERNS`` and ``combine``."""
 _READERS: dict[str, Callable[[Path, Path, Mapping[str, str]], SourceFile]] = {
@@ -51,7 +49,6 @@ class PortedConfig:
     num_processes: int | None
     """Processes of the original run. None if the file does not say."""
     loss: Mapping[str, Any]
-    """Table ``[loss]``."""
     hub_name: str | None
     """``model.path`` if it is a name of the Hugging Face hub, which has to be downloaded. None for a folder."""
 
@@ -91,7 +88,7 @@ def translate(source: SourceFile, name: str, version: str | None = None) -> Port
     """Translate the settings of a file. ``name`` is that of a run whose file has none."""
     if len(source.settings) > _MAX_SETTINGS:
         raise ConfigError(f"The file has {len(source.settings):,} settings, more than {_MAX_SETTINGS:,}. {_FIX}")
-    version = version or default_version(source.framework)
+    version = version or next(iter(DEFAULTS[source.framework]))
     if version not in DEFAULTS[source.framework]:
         known = ", ".join(DEFAULTS[source.framework])
         raise ConfigError(f"--framework-version {version!r}: expected a version of {source.framework}: {known}")
@@ -117,7 +114,6 @@ def translate(source: SourceFile, name: str, version: str | None = None) -> Port
 
 
 def _problems(draft: Draft) -> list[str]:
-    """Return the keys to fill in, and the problems of the other keys."""
     missing = [f"{path}: to fill in ({reason})" for path, reason in draft.to_fill_in.items()]
     # A placeholder is a wrong value of its key, which the lines above already name.
     wrong = [problem for problem in config_problems(draft.values) if FILL_IN not in problem]

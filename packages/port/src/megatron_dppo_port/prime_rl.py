@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megatron_dppo_port.derived import ServerGpus, put_server_count, put_targets
+from megatron_dppo_port.derived import put_server_count, put_targets
 from megatron_dppo_port.draft import (
     Draft,
     Rule,
@@ -142,7 +142,7 @@ def _servers(draft: Draft) -> None:
         draft.put("rollout.vllm.data-parallel-size", per_node // size, note=note)
         return
     size *= draft.read(ranks_key, integer) or 1
-    put_server_count(draft, ServerGpus(per_node, nodes, size), gpus_key, nodes_key)
+    put_server_count(draft, gpus_key, per_node=per_node, num_nodes=nodes, per_server=size)
     for key in (gpus_key, nodes_key):
         draft.record(key, "ported", "rollout.servers.count")
 

@@ -178,7 +178,6 @@ def _setting(word: Word, value: Any) -> Setting:
 
 
 def _add_opaque(source: SourceFile, word: Word) -> None:
-    """Record words of the command whose keys are unknown."""
     source.settings[word.text] = Setting("", word.unknown)
     source.problems.append(f"the words {word.text} are unknown ({word.unknown}); they may set any key")
 

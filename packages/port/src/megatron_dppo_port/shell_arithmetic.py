@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from tree_sitter import Node
@@ -38,19 +39,17 @@ _OPERANDS = (
 )
 
 
-class Arithmetic:
+class Arithmetic(ABC):
     """Evaluator of ``$(( ))`` and ``(( ))``."""
 
-    def __init__(self, state: Callable[[], State], value: Callable[[Node], Word]) -> None:
-        self._state = state
-        self._value = value
+    state: State
+
+    @abstractmethod
+    def operand(self, node: Node) -> Word:
+        """Return the value of an operand, where names need no ``$``."""
 
     def integer(self, node: Node) -> int:
-        """Return the value of an arithmetic expression.
-
-        Raises:
-            UnknownValueError: A part of it is unknown or no integer.
-        """
+        """Return the value of an arithmetic expression. Raises ``UnknownValueError`` if it is unknown."""
         # bash counts in 64 bits.
         return (self._integer(node) + 2**63) % 2**64 - 2**63
 
@@ -68,7 +67,7 @@ class Arithmetic:
             condition, yes, no = node.named_children
             return self.integer(yes if self.integer(condition) else no)
         if kind in _OPERANDS:
-            return parse_integer(self._value(node))
+            return parse_integer(self.operand(node))
         raise UnknownValueError(f"$(({node_text(node)})) is not supported")
 
     def _assign(self, node: Node) -> int:
@@ -76,7 +75,7 @@ class Arithmetic:
         if value is None:
             raise UnknownValueError(f"$(({node_text(node)})) is not supported")
         number = self.integer(value)
-        self._state().set(node_text(node.child_by_field_name("name")), Word(str(number)))
+        self.state.set(node_text(node.child_by_field_name("name")), Word(str(number)))
         return number
 
     def _binary(self, node: Node) -> int:
@@ -88,7 +87,7 @@ class Arithmetic:
             value = self.integer(right)
             if sign != "=":
                 value = _BITS[sign[0]](self.integer(left), value)
-            self._state().set(node_text(left), Word(str(value)))
+            self.state.set(node_text(left), Word(str(value)))
             return value
         first = self.integer(left)
         # The right side may assign, so it is read only where bash would.
@@ -113,7 +112,7 @@ class Arithmetic:
         value = self.integer(operand)
         if sign in ("++", "--"):
             changed = value + (1 if sign == "++" else -1)
-            self._state().set(node_text(operand), Word(str(changed)))
+            self.state.set(node_text(operand), Word(str(changed)))
             return value if node.type == "postfix_expression" else changed
         if sign in ("-", "+", "!"):
             return -value if sign == "-" else value if sign == "+" else int(not value)
@@ -121,11 +120,7 @@ class Arithmetic:
 
 
 def parse_integer(word: Word) -> int:
-    """Return the integer of a word, as bash reads it.
-
-    Raises:
-        UnknownValueError: The word is unknown or no integer.
-    """
+    """Return the integer of a word, as bash reads it. Raises ``UnknownValueError`` for another word."""
     text = word.known.strip()
     # A leading 0 means octal.
     if re.fullmatch(r"[+-]?0[0-7]+", text):

@@ -70,7 +70,6 @@ class ScriptReader(ControlFlow):
         self._depth -= 1
 
     def _call(self, name: str, arguments: list[Word]) -> bool | None:
-        """Read the body of a function with its arguments."""
         before = self.expander.arguments
         self.expander.arguments = arguments
         self._returns.append([])
@@ -92,7 +91,7 @@ class ScriptReader(ControlFlow):
                 self._state.variables[variable] = value
         return None
 
-    def exit(self, node: Node, arguments: Sequence[Word]) -> bool | None:
+    def exit(self, node: Node, arguments: Sequence[Word]) -> None:
         """Read ``exit``. Under a known condition before the launch, it is noted, and reading goes on."""
         if self._conditions:
             self._state.has_ended = True
@@ -100,14 +99,12 @@ class ScriptReader(ControlFlow):
             self.script.stops.append(
                 (len(self.script.commands), f"line {line(node)}: the script ends before the training")
             )
-        return None
 
-    def leave(self, node: Node, arguments: Sequence[Word]) -> bool | None:
+    def leave(self, node: Node, arguments: Sequence[Word]) -> None:
         """Read ``return``."""
         if self._returns:
             self._returns[-1].append(self._state.copy())
             self._state.has_ended = True
-        return None
 
     def source(self, node: Node, arguments: Sequence[Word]) -> bool | None:
         """Read ``source FILE`` inside the root. Otherwise every variable becomes unknown."""
@@ -142,28 +139,25 @@ class ScriptReader(ControlFlow):
         self.script.unread.append(f"line {line(node)}: {what} was not read ({why}); it may set any variable")
         self._state.forget(f"may be set by {what} (line {line(node)}), which was not read")
 
-    def evaluate(self, node: Node, arguments: Sequence[Word]) -> bool | None:
+    def evaluate(self, node: Node, arguments: Sequence[Word]) -> None:
         """Read ``eval``."""
         text = join_words([part for word in arguments for part in (word, Word(" "))])
         if not text.unknown:
             self._inner(lambda: self.walk_all(parse(text.text)))
         elif "conda" not in text.text:  # conda's hook sets up programs and no settings.
             self._forget(node, f"eval {text.text.strip()[:40]}", "its text is unknown")
-        return None
 
-    def read_input(self, node: Node, arguments: Sequence[Word]) -> bool | None:
+    def read_input(self, node: Node, arguments: Sequence[Word]) -> None:
         """Read ``read`` and ``mapfile``: their variables become unknown."""
         for word in arguments:
             if word.text.isidentifier():
                 self._state.set(word.text, Word("", f"${word.text} is read from the input (line {line(node)})"))
-        return None
 
-    def print_to(self, node: Node, arguments: Sequence[Word]) -> bool | None:
+    def print_to(self, node: Node, arguments: Sequence[Word]) -> None:
         """Read ``printf -v X``."""
         if len(arguments) > 1 and arguments[0].text == "-v":
             name = arguments[1].text
             self._state.set(name, Word("", f"${name} is set by printf (line {line(node)})"))
-        return None
 
     def change_folder(self, node: Node, arguments: Sequence[Word]) -> bool | None:
         """Read ``cd``."""
@@ -173,12 +167,11 @@ class ScriptReader(ControlFlow):
         self._state.folder = str(Path(folder, paths[0].text)) if is_known and folder else None
         return True
 
-    def shift(self, node: Node, arguments: Sequence[Word]) -> bool | None:
+    def shift(self, node: Node, arguments: Sequence[Word]) -> None:
         """Read ``shift``."""
         count = arguments[0].text if arguments else "1"
         is_number = re.fullmatch(r"[0-9]{1,9}", count) is not None
         self.expander.arguments = self.expander.arguments[int(count) if is_number else 1 :]
-        return None
 
     def set_arguments(self, node: Node, arguments: Sequence[Word]) -> bool | None:
         """Read ``set -- words``."""
@@ -187,11 +180,10 @@ class ScriptReader(ControlFlow):
             self.expander.arguments = list(arguments[names.index("--") + 1 :])
         return True
 
-    def let(self, node: Node, arguments: Sequence[Word]) -> bool | None:
+    def let(self, node: Node, arguments: Sequence[Word]) -> None:
         """Read ``let X=expression``."""
         for word in arguments:
             self.walk_all(parse(f"(( {word.text} ))"))
-        return None
 
 
 _BUILTINS: dict[str, Callable[[ScriptReader, Node, Sequence[Word]], bool | None]] = {

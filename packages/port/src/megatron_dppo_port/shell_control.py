@@ -16,21 +16,23 @@ from tree_sitter import Node
 from megatron_dppo_port.budget import spend
 from megatron_dppo_port.shell_conditions import both, evaluate_test, negate
 from megatron_dppo_port.shell_expansion import Expander
-from megatron_dppo_port.shell_nodes import assigned_names, is_left_early, patterns, split_clause
 from megatron_dppo_port.shell_values import (
     State,
     UnknownValueError,
     Variable,
     Word,
+    assigned_names,
+    is_left_early,
     join_words,
     line,
     matches,
     merge_states,
     node_text,
+    patterns,
+    split_clause,
 )
 
 _MAX_ITERATIONS = 1000
-"""Iterations of a counted loop that are gone through."""
 _STATEMENT_STEPS = 1000
 
 
@@ -151,11 +153,10 @@ class ControlFlow(ABC):
             self._functions[node_text(node.child_by_field_name("name"))] = body
         return True
 
-    def branch(self, node: Node) -> bool | None:
+    def branch(self, node: Node) -> None:
         """Read ``if``, with the branches that its conditions leave possible."""
         heads = [child for child in node.named_children if child.type in ("elif_clause", "else_clause")]
         self._try_branches(node, [node, *heads])
-        return None
 
     def _try_branches(self, node: Node, clauses: Sequence[Node]) -> None:
         if not clauses:
@@ -174,11 +175,7 @@ class ControlFlow(ABC):
             self._either(line(clause), text, choices)
 
     def walk_each(self, nodes: Sequence[Node]) -> bool | None:
-        """Read statements in order.
-
-        Returns:
-            Whether the last one succeeds. None if that is unknown.
-        """
+        """Read statements in order. Return whether the last one succeeds. None if that is unknown."""
         status: bool | None = True
         for child in nodes:
             if self._state.has_ended:
@@ -209,7 +206,7 @@ class ControlFlow(ABC):
         self._conditions.pop()
         self.expander.state = merge_states(ends, number) if ends else replace(start, has_ended=True)
 
-    def select(self, node: Node) -> bool | None:
+    def select(self, node: Node) -> None:
         """Read ``case``."""
         value = node.child_by_field_name("value")
         word = self.expander.join(value) if value is not None else Word("")
@@ -224,12 +221,11 @@ class ControlFlow(ABC):
             if not any(node_text(pattern) == "*" for item in items for pattern in patterns(item)):
                 choices.append(lambda: None)
             self._either(line(node), condition, choices)
-            return None
+            return
         for item, body in zip(items, bodies, strict=True):
             if any(matches(word.text, self._pattern(pattern)) for pattern in patterns(item)):
                 self._guarded(f"line {line(item)}: {condition}", lambda body=body: self.walk_each(body))  # type: ignore[misc]
                 break
-        return None
 
     def _pattern(self, node: Node) -> str:
         return node_text(node) if node.type in ("extglob_pattern", "regex") else self.expander.join(node).text
@@ -265,21 +261,20 @@ class ControlFlow(ABC):
                 self._state.set(name, Word("", str(reason)))
             return None
 
-    def isolated(self, node: Node) -> bool | None:
+    def isolated(self, node: Node) -> None:
         """Read a subshell or a pipeline, whose assignments end with it."""
         state = self._state
         self.expander.state = state.copy()
         for child in node.named_children:
             self.walk(child)
         self.expander.state = state
-        return None
 
     def redirected(self, node: Node) -> bool | None:
         """Read a statement with redirections."""
         body = node.child_by_field_name("body")
         return self.walk(body) if body is not None else None
 
-    def loop(self, node: Node) -> bool | None:
+    def loop(self, node: Node) -> None:
         """Read ``for X in words``. Known words are gone through, unless the loop is left early."""
         body = node.child_by_field_name("body")
         name = node_text(node.child_by_field_name("variable"))
@@ -288,22 +283,21 @@ class ControlFlow(ABC):
         ]
         words = [word for value in values for word in self.expander.words(value)]
         if body is None:
-            return None
+            return
         if any(word.unknown for word in words) or len(words) > _MAX_ITERATIONS or is_left_early(body):
             self._unknown_loop(node, body, [name] if words else [])
-            return None
+            return
         for word in words:
             self._state.set(name, word)
             self.walk(body)
-        return None
 
-    def counted_loop(self, node: Node) -> bool | None:
+    def counted_loop(self, node: Node) -> None:
         """Read ``for ((i = 0; i < n; i++))``."""
         body = node.child_by_field_name("body")
         parts = [node.child_by_field_name(part) for part in ("initializer", "condition", "update")]
         if body is None or any(part is None for part in parts) or is_left_early(body):
             self._unknown_loop(node, node, [])
-            return None
+            return
         start, condition, update = (part for part in parts if part is not None)
         self._arithmetic(start)
         for _ in range(_MAX_ITERATIONS):
@@ -315,9 +309,8 @@ class ControlFlow(ABC):
         # The limit ended the loop, or its condition became unknown.
         if status is not False:
             self._unknown_loop(node, body, [])
-        return None
 
-    def repeat(self, node: Node) -> bool | None:
+    def repeat(self, node: Node) -> None:
         """Read ``while``. Its body is skipped if the condition is false from the start."""
         body = node.child_by_field_name("body")
         conditions = [child for child in node.children_by_field_name("condition") if child.is_named]
@@ -325,7 +318,6 @@ class ControlFlow(ABC):
         is_until = any(child.type == "until" for child in node.children)
         if body is not None and (negate(status) if is_until else status) is not False:
             self._unknown_loop(node, body, [])
-        return None
 
     def _unknown_loop(self, node: Node, body: Node, names: Sequence[str]) -> None:
         changed = [*names, *assigned_names(body)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from tree_sitter import Node
@@ -29,7 +30,7 @@ _SKIPPED = ("comment", "file_redirect", "heredoc_redirect", "herestring_redirect
 _SCRIPT_NAMES = ("BASH_SOURCE", "0")
 
 
-class Expander:
+class Expander(Arithmetic):
     """Expansion of words with the variables of a state."""
 
     def __init__(self, state: State) -> None:
@@ -38,13 +39,8 @@ class Expander:
         """Absolute path of the script that is read. None if it has none."""
         self.arguments: list[Word] = []
         """Arguments of the script or of the current function."""
-        self._arithmetic = Arithmetic(lambda: self.state, self._operand)
 
-    def integer(self, node: Node) -> int:
-        """Return the value of an arithmetic expression."""
-        return self._arithmetic.integer(node)
-
-    def _operand(self, node: Node) -> Word:
+    def operand(self, node: Node) -> Word:
         """Return the value of an operand of arithmetic, where names need no ``$``."""
         if node.type == "subscript":
             return self._subscript(node)
@@ -151,7 +147,6 @@ class Expander:
         return _join_parts([*parts, Word(source[end - start : -1].decode())], [*expanded, False])
 
     def _expansion(self, node: Node) -> Word:
-        """Return the value of ``$X`` or ``${X...}``."""
         if node.has_error:
             return self._repaired_default(node)
         inside = [child for child in node.children if child.type not in ("$", "${", "}", "comment")]
@@ -187,13 +182,6 @@ class Expander:
 
     def _parameter(self, node: Node) -> Word:
         return self._subscript(node) if node.type == "subscript" else self._variable(node_text(node))
-
-    def _lookup(self, node: Node) -> Word | None:
-        """Return the value of a variable or element. None if it is not set."""
-        try:
-            return self._parameter(node)
-        except UnsetVariableError:
-            return None
 
     def _variable(self, name: str) -> Word:
         if name in _SCRIPT_NAMES and self.script:
@@ -238,7 +226,9 @@ class Expander:
 
     def _default(self, parameter: Node, sign: str, arguments: Sequence[Node]) -> Word:
         name = node_text(parameter)
-        value = self._lookup(parameter)
+        value = None
+        with suppress(UnsetVariableError):
+            value = self._parameter(parameter)
         is_set = value is not None and not (sign.startswith(":") and value.text == "" and not value.unknown)
         if value is None and self.state.changed_by:
             raise UnknownValueError(f"${name} {self.state.changed_by}")

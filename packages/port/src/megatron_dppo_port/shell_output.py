@@ -11,7 +11,6 @@ from tree_sitter import Node
 from megatron_dppo_port.shell_values import UnknownValueError
 
 _MAX_SEQUENCE = 10_000
-"""Longest output of ``seq`` that is expanded."""
 
 
 def substituted_commands(node: Node) -> list[Node | None]:
@@ -30,8 +29,7 @@ def substituted_commands(node: Node) -> list[Node | None]:
 def resolve_path(folder: str | None, path: str) -> str:
     """Return an absolute path without ``.`` and ``..``.
 
-    Raises:
-        UnknownValueError: The path is relative to an unknown folder.
+    Raises ``UnknownValueError`` for one that is relative to an unknown folder.
     """
     if not path.startswith("/") and folder is None:
         raise UnknownValueError(f"the folder of {path!r} is known only by running the script")

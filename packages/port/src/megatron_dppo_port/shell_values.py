@@ -1,4 +1,4 @@
-"""Words and variables of a shell script whose values may be unknown."""
+"""Words and variables of a shell script whose values may be unknown, and the nodes of its syntax tree."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import fnmatch
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 
@@ -187,16 +187,12 @@ def merge_states(states: Sequence[State], line: int) -> State:
 def _merge_variables(first: Variable | None, second: Variable | None, reason: str) -> Variable:
     if first is not None and first == second:
         return first
-    first_keys, second_keys = list(first or {}), list(second or {})
-    if first_keys in (["0"], []) and second_keys in (["0"], []) and (first or second):
-        return {"0": _merge_scalars(first, second, reason)}
-    if all(key.isdigit() for key in (*first_keys, *second_keys)):
-        merged = merge_words(list((first or {}).values()), list((second or {}).values()), reason)
+    one, two = first or {}, second or {}
+    keys = {**one, **two}
+    if list(keys) != ["0"] and all(key.isdigit() for key in keys):
+        merged = merge_words(list(one.values()), list(two.values()), reason)
         return {str(i): word for i, word in enumerate(merged)}
-    return {
-        key: _merge_scalars(_element(first, key), _element(second, key), reason)
-        for key in {**(first or {}), **(second or {})}
-    }
+    return {key: _merge_scalars(one.get(key), two.get(key), reason) for key in keys}
 
 
 def matches(text: str, pattern: str) -> bool:
@@ -205,15 +201,59 @@ def matches(text: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(text, pattern)
 
 
-def _element(variable: Mapping[str, Word] | None, key: str) -> Variable | None:
-    return {"0": variable[key]} if variable is not None and key in variable else None
-
-
-def _merge_scalars(first: Variable | None, second: Variable | None, reason: str) -> Word:
-    words = [value["0"] if value else Word("") for value in (first, second)]
+def _merge_scalars(first: Word | None, second: Word | None, reason: str) -> Word:
+    words = [word or Word("") for word in (first, second)]
     if words[0] == words[1] and first and second:
         return words[0]
     alternatives = tuple(dict.fromkeys(choice for word in words for choice in (word.alternatives or (word,))))
     if len(alternatives) > _MAX_ALTERNATIVES:
         return Word(_SEVERAL, reason)
     return Word(words[0].text, reason, alternatives)
+
+
+def split_clause(node: Node) -> tuple[list[Node], list[Node]]:
+    """Return the condition and the body of ``if`` or ``elif``, or the body of ``else``."""
+    condition: list[Node] = []
+    body: list[Node] = []
+    is_body = node.type == "else_clause"
+    for child in node.children:
+        if child.type == "then":
+            is_body = True
+        elif child.is_named and child.type not in ("elif_clause", "else_clause"):
+            (body if is_body else condition).append(child)
+    return condition, body
+
+
+def patterns(item: Node) -> list[Node]:
+    """Return the patterns of a branch of ``case``."""
+    return [child for child in item.children_by_field_name("value") if child.is_named]
+
+
+def _descendants(node: Node) -> Iterator[Node]:
+    yield node
+    for child in node.named_children:
+        yield from _descendants(child)
+
+
+def assigned_names(node: Node) -> list[str]:
+    """Return the variables that a part of the script may set."""
+    names: list[str] = []
+    for part in _descendants(node):
+        name = part.child_by_field_name("name")
+        if part.type == "variable_assignment":
+            names.append(node_text(name).partition("[")[0])
+        elif part.type in ("binary_expression", "postfix_expression", "unary_expression"):
+            operand = part.named_children[0] if part.named_children else None
+            is_set = any(child.type in ("=", "+=", "-=", "*=", "++", "--") for child in part.children)
+            if is_set and operand is not None and node_text(operand).isidentifier():
+                names.append(node_text(operand))
+        elif part.type == "for_statement":
+            names.append(node_text(part.child_by_field_name("variable")))
+        elif part.type == "command" and node_text(name) in ("read", "mapfile", "readarray"):
+            names += [node_text(child) for child in part.named_children[1:] if node_text(child).isidentifier()]
+    return list(dict.fromkeys(names))
+
+
+def is_left_early(body: Node) -> bool:
+    """Return True if a loop has ``break`` or ``continue``."""
+    return any(node_text(part) in ("break", "continue") for part in _descendants(body) if part.type == "command_name")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_dppo_port.derived import ServerGpus, put_server_count
+from megatron_dppo_port.derived import put_server_count
 from megatron_dppo_port.draft import (
     Draft,
     NoCounterpart,
@@ -93,11 +93,6 @@ max-position-embeddings
 rotary-scaling-factor mscale attention-softmax-in-fp32 spec make-vocab-size-divisible-by"""
 
 
-def _model_shape(draft: Draft, key: str) -> None:
-    # The shape comes from config.json, so an unread one changes nothing.
-    draft.record(key, "unsupported", _MODEL)
-
-
 def _server_flag(draft: Draft, key: str) -> None:
     path = "rollout.sglang." + key.removeprefix("sglang-")
     with draft.target(path):
@@ -115,7 +110,8 @@ PATTERNS: dict[str, Rule] = {
     "actor-num-": unsupported(_RAY),
     "rollout-num-gpus": unsupported("rollout.servers.count and the GPUs of each (megatron-dppo serve)"),
     "wandb-": unsupported("use log.wandb_project and the environment variables of W&B"),
-} | dict.fromkeys(_SHAPE.split(), _model_shape)
+    # The shape comes from config.json, so an unread one changes nothing.
+} | dict.fromkeys(_SHAPE.split(), lambda draft, key: draft.record(key, "unsupported", _MODEL))
 
 
 _ADVANTAGE = "changes the advantages; write it as a function in train.advantage"
@@ -245,8 +241,9 @@ def _servers(draft: Draft) -> None:
     if total is None:
         raise UnreadSettingError(source, "not set: the number of servers is open")
     per_node = min(per_node, total)
-    gpus = ServerGpus(per_node, math.ceil(total / per_node), draft.read("rollout-num-gpus-per-engine", integer))
-    put_server_count(draft, gpus, "rollout-num-gpus-per-engine")
+    key = "rollout-num-gpus-per-engine"
+    nodes = math.ceil(total / per_node)
+    put_server_count(draft, key, per_node=per_node, num_nodes=nodes, per_server=draft.read(key, integer))
     draft.record("rollout-num-gpus", "ported", "rollout.servers.count")
 
 

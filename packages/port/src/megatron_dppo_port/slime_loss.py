@@ -62,7 +62,6 @@ def _upper(draft: Draft) -> float:
 
 
 def _correction(draft: Draft, name: str) -> None:
-    """Translate the truncated correction for the mismatch."""
     if draft.read("custom-tis-function-path", text) is not None:
         raise UnreadSettingError("custom-tis-function-path", "a function of its own; see loss.mismatch")
     if name == "gspo":

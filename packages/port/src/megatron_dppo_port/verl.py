@@ -47,17 +47,8 @@ TABLE: dict[str, Rule] = {
     "actor_rollout_ref.model.use_fused_kernels": unsupported("the fused head is on (model.fused_head)"),
     "actor_rollout_ref.hybrid_engine": unsupported("rollout.servers.colocated"),
     _A + "ppo_epochs": map_to("train.epochs", integer),
-    _A + "optim.lr": map_to("optimizer.lr", number),
-    _A + "optim.weight_decay": map_to("optimizer.weight_decay", number),
-    _A + "optim.lr_decay_style": map_to("optimizer.lr_decay_style", text),
-    _A + "optim.lr_scheduler_type": map_to("optimizer.lr_decay_style", text),
-    _A + "optim.warmup_style": map_to("optimizer.lr_decay_style", text),
-    _A + "optim.min_lr": map_to("optimizer.min_lr", number),
-    _A + "optim.clip_grad": map_to("optimizer.clip_grad", number),
     _A + "grad_clip": map_to("optimizer.clip_grad", number),
     _A + "use_torch_compile": unsupported("no torch.compile"),
-    _A + "megatron.router_replay.mode": map_to("train.router_replay", text),
-    _A + "router_replay.mode": map_to("train.router_replay", text),
     _R + "enable_rollout_routing_replay": unsupported("asked for where train.router_replay needs it"),
     _A + "entropy_coeff": map_to("loss.entropy_coef", number),
     _A + "ppo_micro_batch_size_per_gpu": unsupported("rows are packed up to train.micro_batch_tokens"),
@@ -85,6 +76,12 @@ TABLE: dict[str, Rule] = {
     f"{_A}megatron.{name}_parallel_size": map_to(f"parallel.{name}_parallel_size", integer)
     for name in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
 }
+TABLE |= {
+    f"{_A}optim.{name}": map_to(f"optimizer.{name}", number) for name in ("lr", "min_lr", "weight_decay", "clip_grad")
+}
+_STYLES = ("lr_decay_style", "lr_scheduler_type", "warmup_style")
+TABLE |= {f"{_A}optim.{name}": map_to("optimizer.lr_decay_style", text) for name in _STYLES}
+TABLE |= {f"{_A}{name}router_replay.mode": map_to("train.router_replay", text) for name in ("", "megatron.")}
 TABLE |= {
     f"{_A}optim.override_optimizer_config.{name}": map_to(f"optimizer.{name}", convert)
     for name, convert in {

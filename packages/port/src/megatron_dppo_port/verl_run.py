@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_dppo_port.derived import ServerGpus, put_server_count, put_targets
+from megatron_dppo_port.derived import put_server_count, put_targets
 from megatron_dppo_port.draft import (
     Draft,
     UnreadSettingError,
@@ -82,12 +82,13 @@ def _servers(draft: Draft, before: str) -> None:
     if draft.read(separate_roles, flag):
         raise UnreadSettingError(separate_roles, "servers for prefill and servers for decode; here all do both")
     sizes = [_R + f"{name}_parallel_size" for name in ("tensor_model", "data", "pipeline_model")]
-    gpus = ServerGpus(
+    put_server_count(
+        draft,
+        sizes[0],
         per_node=draft.read(before + "n_gpus_per_node", integer),
         num_nodes=draft.read(before + "nnodes", integer),
         per_server=math.prod(draft.read(key, integer) or 1 for key in sizes),
     )
-    put_server_count(draft, gpus, sizes[0], before + "n_gpus_per_node", before + "nnodes")
 
 
 def _adapters(draft: Draft) -> None:

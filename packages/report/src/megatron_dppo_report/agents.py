@@ -27,7 +27,6 @@ _METRICS = {
     "rollout/agent/tool_fraction": "share of the time in tools",
     "rollout/agent/tool_fraction_max": "... of the episode with the largest",
 }
-"""Titles of the metrics of agents."""
 _MAX_FAILURES = 12
 _MAX_ERROR = 300
 """Characters of an error."""
@@ -66,12 +65,9 @@ def agent_view(records: Sequence[Mapping[str, Any]], failures: FailureCounts) ->
 
 
 def turns(given: NDArray[np.bool_], segment_lengths: Sequence[int], start: int, stop: int) -> list[list[int]]:
-    """Return the turns of an episode among the tokens that are shown; empty for a plain response.
+    """Return ``[first token, 1 if sampled, index of the segment]`` of each turn; none of a plain response.
 
-    ``given`` [R] marks tokens that were not sampled. Those from ``start`` to before ``stop`` are shown.
-
-    Returns:
-        ``[first token, counted from the first shown one; 1 if sampled; index of the segment]`` of each turn.
+    ``given`` [R] marks tokens that were not sampled. Those from ``start`` to before ``stop`` are shown, and counted.
     """
     if not segment_lengths and not given.any():
         return []

@@ -6,6 +6,7 @@ program creates text nodes from it.
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from megatron_dppo.report.steps.tokens import Decode, read_tokens
 from megatron_dppo_report.agents import FailureCounts, agent_view
 from megatron_dppo_report.charts import build_charts, remaining_charts
 from megatron_dppo_report.masks import MaskCounts, OtherMasks
-from megatron_dppo_report.steps import Budget, step_view
+from megatron_dppo_report.steps import step_budget, step_view
 
 FILE = "report.html"
 _FORMAT = 1
@@ -34,7 +35,6 @@ class ReportedRun(NamedTuple):
     """A run in a report."""
 
     folder: Path
-    """Output folder of the run."""
     decode: Decode | None
     """Function that decodes token ids. None shows ids, if there is no tokenizer."""
     name: str = ""
@@ -56,7 +56,6 @@ def build(runs: Sequence[ReportedRun], *, ledger: Path | None = None, refresh: f
     ``ledger`` is a file of ``megatron-dppo diagnose --json`` for the first run. The page reloads itself every
     ``refresh`` seconds, with 0 never.
     """
-    budget = Budget(len(runs))
     steps: list[str] = []
     views: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
@@ -72,7 +71,7 @@ def build(runs: Sequence[ReportedRun], *, ledger: Path | None = None, refresh: f
         for step, file in recorded.items():
             tokens = read_tokens(file)
             counts.add(tokens, run.decode, run.cap, run.other_masks)
-            view = step_view(tokens, run.decode, budget.per_step(len(recorded)))
+            view = step_view(tokens, run.decode, step_budget(len(runs), len(recorded)))
             masked += view["masked"]
             failures.add(step, tokens.rows)
             steps.append(_element(f"step-{index}-{step}", view))
@@ -89,7 +88,11 @@ def build(runs: Sequence[ReportedRun], *, ledger: Path | None = None, refresh: f
     *before, last = [run.title for run in runs]
     title = f"{', '.join(before)} and {last}" if before else last
     # Insert data and program by partition, not by replace: the data may contain the placeholders.
-    page = parts["page.html"].replace("%TITLE%", _escaped_html(title)).replace("%STYLE%", parts["page.css"])
+    page = (
+        parts["page.html"]
+        .replace("%TITLE%", html.escape(title, quote=False).replace("%", "&#37;"))
+        .replace("%STYLE%", parts["page.css"])
+    )
     head, _, tail = page.partition("%DATA%")
     between, _, end = tail.partition("%PROGRAM%")
     program = "\n".join(parts[name] for name in _PARTS if name.endswith(".js"))
@@ -131,10 +134,6 @@ def _element(name: str, value: object) -> str:
         text = text.replace(character, f"\\u{ord(character):04x}")
     text = text.encode("utf-8", "replace").decode("utf-8")  # UTF-8 cannot encode half of a surrogate pair.
     return f'<script type="application/json" id="{name}">{text}</script>\n'
-
-
-def _escaped_html(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("%", "&#37;")
 
 
 def _run_view(
@@ -181,15 +180,11 @@ def _differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
     """Return the key and each run's value of every setting in which the runs differ."""
     keys = sorted({key for config in configs for key in config} - {"run.output_dir"})
     values = [(key, [config.get(key) for config in configs]) for key in keys]
-    return [[key, *map(_shown, each)] for key, each in values if any(value != each[0] for value in each)]
-
-
-def _shown(value: object) -> str:
-    return "-" if value is None else str(value)
+    differ = [(key, each) for key, each in values if any(value != each[0] for value in each)]
+    return [[key, *("-" if value is None else str(value) for value in each)] for key, each in differ]
 
 
 def _ledger(file: Path) -> dict[str, object]:
-    """Return the causes of a ledger."""
     try:
         ledger = json.loads(read_regular_file(file))
         rows = [

@@ -88,9 +88,10 @@ def build_charts(records: Sequence[Record]) -> list[Chart]:
     for title, unit, lines in charts:
         scale = 100.0 if unit == "%" else 1.0
         drawn: list[Line] = [
-            {"metric": metric, "label": label, "points": _points(records, metric, scale)} for metric, label in lines
+            {"metric": metric, "label": label, "points": points}
+            for metric, label in lines
+            if (points := _points(records, metric, scale))
         ]
-        drawn = [line for line in drawn if line["points"]]
         if drawn:
             result.append({"title": title, "unit": unit, "lines": drawn})
     return result
@@ -104,11 +105,10 @@ def remaining_charts(records: Sequence[Record]) -> list[Chart]:
     shown = {metric for _, _, lines in _CHARTS for metric, _ in lines}
     names = sorted({name for record in records for name in record} - shown - {"step"})
     names = [name for name in names if not name.startswith(_COUNTERFACTUAL)]
-    curves = [(name, _points(records, name, 1.0)) for name in names]
     return [
         {"title": name, "unit": "", "lines": [{"metric": name, "label": "", "points": points}]}
-        for name, points in curves
-        if points
+        for name in names
+        if (points := _points(records, name, 1.0))
     ]
 
 

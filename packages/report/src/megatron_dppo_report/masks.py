@@ -24,7 +24,6 @@ KINDS = ("end token", "first tokens", "last tokens", "digits", "words", "format"
 bracket), and text without a letter or a digit."""
 _END_REASON = "stop"
 _MAX_AGE_ROWS = 24
-"""Maximum number of rows of the table of ages."""
 
 
 @dataclass

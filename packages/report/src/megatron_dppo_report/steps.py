@@ -16,25 +16,16 @@ _TOKENS = 240_000
 _POINTS = 60_000
 """Points of all scatter plots of the page."""
 _MAX_STEP_POINTS = 1200
-"""Maximum number of points of one step."""
 _RESPONSES = (2, 10)
 """Minimum and maximum number of responses of a step."""
 _MAX_PROMPT_CHARACTERS = 2000
-"""Maximum number of characters of a prompt."""
 _MAX_MASKED_TOKENS = 12
-"""Maximum number of masked tokens listed for a step."""
 
 
-class Budget:
-    """Number of tokens and points per step, which bounds the size of the page."""
-
-    def __init__(self, runs: int) -> None:
-        self._runs = runs
-
-    def per_step(self, steps: int) -> tuple[int, int]:
-        """Return the tokens and points of one step, given the number of recorded steps."""
-        parts = max(1, steps * self._runs)
-        return max(200, _TOKENS // parts), min(_MAX_STEP_POINTS, max(60, _POINTS // parts))
+def step_budget(runs: int, steps: int) -> tuple[int, int]:
+    """Return the tokens and points of each of a run's recorded steps, which bound the size of the page."""
+    parts = max(1, steps * runs)
+    return max(200, _TOKENS // parts), min(_MAX_STEP_POINTS, max(60, _POINTS // parts))
 
 
 def step_view(step: StepTokens, decode: Decode | None, budget: tuple[int, int]) -> dict[str, Any]:
@@ -45,7 +36,7 @@ def step_view(step: StepTokens, decode: Decode | None, budget: tuple[int, int]) 
     spans = [(row, *_span(step, row, budget[0] // len(rows))) for row in rows]
     ids = sorted({each.token_id for each in most_masked} | {int(i) for _, a, b in spans for i in step.ids[a:b]})
     vocabulary_index = {token: i for i, token in enumerate(ids)}
-    texts = _texts(ids, decode)
+    texts = [f"[{token}]" for token in ids] if decode is None else decode(ids)
     masked = [
         {
             "text": texts[vocabulary_index[each.token_id]],
@@ -69,10 +60,6 @@ def step_view(step: StepTokens, decode: Decode | None, budget: tuple[int, int]) 
         "vocabulary": texts,
         "responses": [_response(step, row, start, stop, vocabulary_index) for row, start, stop in spans],
     }
-
-
-def _texts(ids: list[int], decode: Decode | None) -> list[str]:
-    return [f"[{token}]" for token in ids] if decode is None else decode(ids)
 
 
 def _chosen(step: StepTokens, tokens: int) -> list[int]:

@@ -28,7 +28,6 @@ class DumpRow:
     location: str
     """File, and line or row, for error messages."""
     values: Mapping[str, Any]
-    """Values by column."""
     vocab_size: int | None = None
     """Vocabulary size of the model. None skips the check of ids."""
 
@@ -110,9 +109,8 @@ class DumpRow:
             raise self._value_error(name, self.values[name], f"{expected}; these are of type {values.dtype}")
         if values.ndim != 3 or len(values) not in (tokens, tokens + 1):
             raise self.error(f"column {name!r}: routed experts of shape {values.shape}; expected {expected}")
-        if (
-            values.dtype.kind == "u" and values.dtype.itemsize > 1
-        ) or not values.dtype.isnative:  # Types that torch does not support.
+        # Types that torch does not support.
+        if (values.dtype.kind == "u" and values.dtype.itemsize > 1) or not values.dtype.isnative:
             if values.size and int(values.max()) > np.iinfo(np.int64).max:
                 raise self._value_error(name, int(values.max()), expected)
             values = values.astype(np.int64)

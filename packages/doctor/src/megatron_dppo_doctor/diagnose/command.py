@@ -36,11 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print the ledger.
-
-    Returns:
-        1 if more than 5 % of the mismatch is unexplained, else 0.
-    """
+    """Print the ledger. Return 1 if more than 5 % of the mismatch is unexplained, else 0."""
     from megatron_dppo_doctor.diagnose.ledger import format_ledger
 
     if (options.run is None) == (options.rollouts is None):

@@ -59,9 +59,8 @@ def read_dump(path: Path, limit: int | None = None, vocab_size: int | None = Non
         if not isinstance(values, Mapping):
             raise DataError(f"{location}: expected a row with named columns, got {type(values).__name__}")
         row = DumpRow(location, values, vocab_size)
-        dumped.append(
-            _read_slime_row(row) if "response_length" in values and "tokens" in values else _read_column_row(row)
-        )
+        is_slime = "response_length" in values and "tokens" in values
+        dumped.append(_read_slime_row(row) if is_slime else _read_column_row(row))
         if len(dumped) == limit:
             break
     usable = [each for each in dumped if bool(each.sample.loss_mask.any())]

@@ -149,14 +149,13 @@ def make_ledger(
         share = part / total if total else 0.0
         return LedgerRow(cause, part, share, link.mean().item(), link.abs().mean().item(), link.abs().max().item())
 
-    known = [cause for cause in CAUSES if cause in links]
-    unlisted = [cause for cause in links if cause not in CAUSES]
+    in_order = sorted(links, key=lambda cause: CAUSES.index(cause) if cause in CAUSES else len(CAUSES))
     return Ledger(
         tokens=len(difference),
         total=total,
         signed=difference.mean().item(),
         largest=difference.abs().max().item(),
-        rows=tuple(row(cause) for cause in (*known, *unlisted)),
+        rows=tuple(map(row, in_order)),
         absent=dict(absent or {}),
         notes=tuple(notes),
     )
@@ -166,18 +165,16 @@ def format_ledger(ledger: Ledger) -> str:
     """Return the ledger as a table with a verdict."""
     width = max(len("cause"), *(len(row.cause) for row in ledger.rows))
     head = f"{'cause':<{width}}  {'part':>10}  {'share':>7}  {'mean':>10}  {'mean |.|':>10}  {'max |.|':>10}"
-    lines = [f"mismatch of {ledger.tokens} tokens, in nats: log pi (trainer) - log mu (engine)", "", head]
-    lines.append("-" * len(head))
-    lines += [
+    share = 1.0 if ledger.total else 0.0
+    total = LedgerRow("total", ledger.total, share, ledger.signed, ledger.total, ledger.largest)
+    *rows, last = [
         f"{row.cause:<{width}}  {row.part:>10.2e}  {row.share:>7.1%}  {row.signed:>10.2e}  {row.size:>10.2e}  "
         f"{row.largest:>10.2e}"
-        for row in ledger.rows
+        for row in (*ledger.rows, total)
     ]
-    lines.append("-" * len(head))
-    lines.append(
-        f"{'total':<{width}}  {ledger.total:>10.2e}  {1 if ledger.total else 0:>7.1%}  {ledger.signed:>10.2e}  "
-        f"{ledger.total:>10.2e}  {ledger.largest:>10.2e}"
-    )
+    rule = "-" * len(head)
+    title = f"mismatch of {ledger.tokens} tokens, in nats: log pi (trainer) - log mu (engine)"
+    lines = [title, "", head, rule, *rows, rule, last]
     lines += ["", *(f"{cause}: {why}" for cause, why in ledger.absent.items()), _verdict(ledger), *ledger.notes]
     return "\n".join(lines)
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_dppo.engines.local.engine import LocalEngine
-from megatron_dppo.engines.local.sampler import build_filters, combine_weights, routers_by_layer
+from megatron_dppo.engines.local.sampler import (
+    LINEAR_ATTENTION,
+    build_filters,
+    combine_weights,
+    linear_attention_layers,
+    routers_by_layer,
+)
 from megatron_dppo.types import (
     MISSING_EXPERT,
     RoutingShape,
@@ -21,7 +27,47 @@ from megatron_dppo.types import (
     select_experts,
     select_weights,
 )
-from megatron_dppo_doctor.diagnose.recurrence import decoding_linear_attention
+from megatron_dppo.types.model_folder import HfConfig
+
+
+class TokenByToken(nn.Module):
+    """Linear attention that reads some tokens at once and every later one alone, with the state before it."""
+
+    def __init__(self, layer: nn.Module, hf_config: HfConfig) -> None:
+        super().__init__()
+        self._layer = layer
+        self._hf_config = hf_config
+        self.num_at_once = 1
+        """Number of tokens that are read at once."""
+
+    def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
+        """Compute the layer for one sequence ``[1, T, hidden_size]`` without padding."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self._hf_config)
+        at_once = min(self.num_at_once, hidden_states.shape[1])
+        parts = hidden_states.split([at_once] + [1] * (hidden_states.shape[1] - at_once), dim=1)
+        return torch.cat([self._layer(hidden_states=part, cache_params=cache) for part in parts], dim=1)
+
+
+@contextmanager
+def decoding_linear_attention(model: Any) -> Iterator[Callable[[int], None]]:
+    """Compute linear attention token by token, and yield a function that sets how many are read at once next."""
+    layers = linear_attention_layers(model)
+    originals = [getattr(layer, LINEAR_ATTENTION) for layer in layers]
+    wrappers = [TokenByToken(original, model.config) for original in originals]
+
+    def read_at_once(num_tokens: int) -> None:
+        for wrapper in wrappers:
+            wrapper.num_at_once = num_tokens
+
+    try:
+        for layer, wrapper in zip(layers, wrappers, strict=True):
+            setattr(layer, LINEAR_ATTENTION, wrapper)
+        yield read_at_once
+    finally:
+        for layer, original in zip(layers, originals, strict=True):
+            setattr(layer, LINEAR_ATTENTION, original)
 
 
 class ForcedRoutes:
@@ -86,7 +132,8 @@ def rescore(
         for sample in samples:
             tokens = sample.tokens[None].to(device)
             if read_at_once is not None:
-                read_at_once(_prompt_length(sample))
+                # The first token with a loss is the label of the last one before it.
+                read_at_once(int(sample.loss_mask.int().argmax()) + 1)
             routes = sample.routed_experts
             with nullcontext() if forced is None or routes is None else forced.replaying(routes):
                 hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[0]
@@ -129,11 +176,6 @@ def rescore_by_engine(
         )
 
     return engine.call_with_model(score)
-
-
-def _prompt_length(sample: TrainingSample) -> int:
-    """Return the number of tokens before the first one with a loss, which is the label of the last of them."""
-    return int(sample.loss_mask.int().argmax()) + 1
 
 
 @torch.no_grad()

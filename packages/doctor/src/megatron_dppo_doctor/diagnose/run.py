@@ -28,6 +28,7 @@ from megatron_dppo.run.step import StepBatch, make_samples
 from megatron_dppo.run.warmup import is_warm
 from megatron_dppo.setup.named_functions import SAMPLING, TRAINING, named_functions, require_permission
 from megatron_dppo.setup.starts import load_run_config, read_starts
+from megatron_dppo.types import TrainingSample
 from megatron_dppo_doctor.diagnose.ledger import (
     ENGINE,
     HEAD,
@@ -56,9 +57,7 @@ def diagnose_run(folder: Path, overrides: Sequence[str] = (), *, with_functions:
         snapshots = Snapshots(session.trainer)
         for _ in range(config.train.max_staleness):
             collected = _collect(session, snapshots)
-            samples = make_samples(
-                collected.groups, config.train, config.reward, has_teacher=config.distillation.is_enabled
-            )
+            samples = _samples(session, collected)
             scorer = _scorer(session, before, snapshots)
             # The diagnosis asks the engine for combine weights, which the run itself does not replay.
             if before.train.router_replay == "rollout" and not before.train.router_replay_weights:
@@ -101,8 +100,7 @@ def load_diagnosed_config(folder: Path, overrides: Sequence[str], *, with_functi
             "compares log-probabilities, which do not show this temperature. Fix: override it with "
             "--rollout.perturbation.unrecorded_temperature 1"
         )
-    has_hidden_filter = perturbation.unrecorded_top_p < 1
-    if has_hidden_filter and config.rollout.has_filters:
+    if perturbation.unrecorded_top_p < 1 and config.rollout.has_filters:
         raise ConfigError(
             "rollout.perturbation.unrecorded_top_p below 1 together with top_p, top_k or min_p: the effects "
             "of the two filters cannot be separated. Fix: override one of them, as with --rollout.top_p 1"
@@ -162,7 +160,6 @@ def _restore(session: Session) -> None:
 
 
 def _collect(session: Session, snapshots: Snapshots) -> CollectedRollouts:
-    """Sample the next batch with the current weights."""
     notes = session.gpus.for_sampling()
     # Before sampling: these are the weights that sample the batch, to score it with later.
     snapshots.take()
@@ -171,22 +168,21 @@ def _collect(session: Session, snapshots: Snapshots) -> CollectedRollouts:
     return collected
 
 
+def _samples(session: Session, collected: CollectedRollouts) -> list[TrainingSample]:
+    config = session.config
+    return make_samples(collected.groups, config.train, config.reward, has_teacher=config.distillation.is_enabled)
+
+
 def _scorer(session: Session, before: Config, snapshots: Snapshots) -> RunScorer:
-    config, trainer = session.config, session.trainer
-    engine = session.engine if isinstance(session.engine, LocalEngine) else None
     replay = before.train.router_replay
     return RunScorer(
-        trainer=trainer,
+        trainer=session.trainer,
         snapshots=snapshots,
-        budget=config.train.micro_batch_tokens,
-        temperature=config.rollout.temperature,
+        config=session.config,
         replays="none" if replay != "rollout" else "weights" if before.train.router_replay_weights else "ids",
-        has_weights=config.train.router_replay_weights,
-        has_hidden_filter=config.rollout.perturbation.unrecorded_top_p < 1,
-        engine=engine,
+        engine=session.engine if isinstance(session.engine, LocalEngine) else None,
         exact=None,
-        is_local=_is_local_copy(config),
-        is_fp32=config.model.dtype == "fp32",
+        is_local=_is_local_copy(session.config),
         has_linear_attention=model_shape(session.inputs.hf_config).linear is not None,
     )
 
@@ -200,10 +196,7 @@ def _make_ledger(session: Session, before: Config, snapshots: Snapshots, collect
         exact = LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=torch.float32, device=device)
         scorer = replace(scorer, exact=exact)
     try:
-        config = session.config
-        samples = make_samples(
-            collected.groups, config.train, config.reward, has_teacher=config.distillation.is_enabled
-        )
+        samples = _samples(session, collected)
         trained, chain = scorer.chain(collected.groups, samples)
         scorings = scorer.scorings(chain, samples)
         absent = _missing_causes(before, scorer, {cause for cause, _ in chain})
@@ -216,7 +209,6 @@ def _make_ledger(session: Session, before: Config, snapshots: Snapshots, collect
 
 
 def _missing_causes(before: Config, scorer: RunScorer, present: set[str]) -> dict[str, str]:
-    """Return the causes without a row, with the reason."""
     if before.rollout.batch_invariant:
         causes = (SAMPLER, ROUTER_IDS, ROUTER_WEIGHTS, HEAD, ENGINE)
         return dict.fromkeys(causes, "none: the trainer's own model samples")

@@ -29,9 +29,11 @@ from megatron_dppo_doctor.diagnose.ledger import (
 from megatron_dppo_doctor.diagnose.rescore import rescore_by_engine
 
 if TYPE_CHECKING:
+    from megatron_dppo.config.schema import Config
     from megatron_dppo.mcore.host_memory import ReferenceWeights
     from megatron_dppo.policy.trainer import PolicyTrainer
 
+_Replays = Literal["none", "ids", "weights"]
 _Scores = list[Tensor]
 """Log-probabilities ``[num_tokens]`` of each sample."""
 
@@ -70,51 +72,43 @@ class RunScorer:
 
     trainer: PolicyTrainer
     snapshots: Snapshots
-    budget: int
-    """Tokens of a micro-batch."""
-    temperature: float
-    replays: Literal["none", "ids", "weights"]
+    config: Config
+    replays: _Replays
     """Routes that the run replays in training."""
-    has_weights: bool
-    """True if routes have combine weights."""
-    has_hidden_filter: bool
-    """True if the sampling masks belong to a filter that is hidden from training."""
     engine: LocalEngine | None
     """Engine of this rank. None without one."""
     exact: LocalEngine | None
     """Unperturbed fp32 engine on the same ranks."""
     is_local: bool
     """True if the engine can score tokens again. The same on all ranks."""
-    is_fp32: bool
-    """True if the trainer computes in fp32."""
-    has_linear_attention: bool = False
-    """True if the model has layers of linear attention."""
+    has_linear_attention: bool
+
+    @property
+    def has_hidden_filter(self) -> bool:
+        """True if the sampling masks belong to a filter that is hidden from training."""
+        return self.config.rollout.perturbation.unrecorded_top_p < 1
 
     def chain(self, groups: Sequence[RolloutGroup], samples: Sequence[TrainingSample]) -> tuple[_Scores, Chain]:
         """Score this rank's samples along the chain from trainer to engine.
 
-        Returns:
-            Log-probabilities of training, and the scorings from there to the engine's. Valid on replica leaders only.
+        Return the log-probabilities of training, and the scorings from there to the engine's. Valid on replica leaders
+        only.
         """
         segments = [s for group in groups for rollout in group.rollouts for s in rollout.completion.segments]
         versions = [token_versions(c, s) for c, s in zip(segments, samples, strict=True)]
         # Keep the Top-K ids: the head's order of summation depends on them.
         plain = list(samples)
         as_trained = [replace(sample, sampling_mask=None) for sample in plain] if self.has_hidden_filter else plain
-        as_run = {"none": self._score_live, "ids": self._score_ids, "weights": self._score_ids_and_weights}[
-            self.replays
-        ]
-        trained = as_run(as_trained)
-        chain: Chain = [(STALENESS, self._score_at_versions(versions, lambda: as_run(as_trained)))]
+        trained = self._scores(as_trained, self.replays)
+        chain: Chain = [(STALENESS, self._score_at_versions(versions, as_trained, self.replays))]
         if self.has_hidden_filter:
-            chain.append((SAMPLER, self._score_at_versions(versions, lambda: as_run(plain))))
+            chain.append((SAMPLER, self._score_at_versions(versions, plain, self.replays)))
         if self.trainer.routing_shape is not None and plain[0].routed_experts is not None:
             if self.replays == "none":
-                chain.append((ROUTER_IDS, self._score_at_versions(versions, lambda: self._score_ids(plain))))
-            if self.has_weights and self.replays != "weights":
-                chain.append(
-                    (ROUTER_WEIGHTS, self._score_at_versions(versions, lambda: self._score_ids_and_weights(plain)))
-                )
+                chain.append((ROUTER_IDS, self._score_at_versions(versions, plain, "ids")))
+            # Routes have combine weights.
+            if self.config.train.router_replay_weights and self.replays != "weights":
+                chain.append((ROUTER_WEIGHTS, self._score_at_versions(versions, plain, "weights")))
         if self.is_local:
             chain += self._score_by_engine(plain, versions)
         reported = [sample.rollout_logprobs for sample in samples]
@@ -126,7 +120,7 @@ class RunScorer:
     def _score_by_engine(self, plain: Sequence[TrainingSample], versions: Sequence[Tensor]) -> Chain:
         """Score the sequences with the engines: exact, with an fp32 head, in one pass, with the engine's recurrence."""
         # Between an fp32 trainer and the exact engine no cause is known.
-        causes = [UNEXPLAINED if self.is_fp32 else TRAINER, ENGINE, HEAD]
+        causes = [UNEXPLAINED if self.config.model.dtype == "fp32" else TRAINER, ENGINE, HEAD]
         if self.has_linear_attention:
             causes.append(RECURRENCE)
 
@@ -138,7 +132,7 @@ class RunScorer:
                     scores.append([])
                 else:
                     options = {"fp32_head": cause == ENGINE, "token_by_token": cause == RECURRENCE}
-                    scores.append(rescore_by_engine(engine, plain, self.temperature, **options))
+                    scores.append(rescore_by_engine(engine, plain, self.config.rollout.temperature, **options))
             return scores
 
         return list(zip(causes, self._score_with_engines(versions, score), strict=True))
@@ -160,24 +154,17 @@ class RunScorer:
         num_scorings = len(scores[0])
         return [_select_by_version([each[i] for each in scores], needed, versions) for i in range(num_scorings)]
 
-    def _score_at_versions(self, versions: Sequence[Tensor], score: Callable[[], _Scores]) -> _Scores:
+    def _score_at_versions(
+        self, versions: Sequence[Tensor], samples: Sequence[TrainingSample], replays: _Replays
+    ) -> _Scores:
         """Score each token with the weights that sampled it."""
         needed = self._all_versions(versions)
-        return _select_by_version([score() for _ in self.snapshots.each(needed)], needed, versions)
+        scores = [self._scores(samples, replays) for _ in self.snapshots.each(needed)]
+        return _select_by_version(scores, needed, versions)
 
     def _all_versions(self, versions: Sequence[Tensor]) -> list[int]:
-        """Return the policy versions of all ranks' tokens."""
         local = sorted({int(v) for row in versions for v in row.unique().tolist()} - {_NO_VERSION})
         return sorted(set().union(*all_gather_objects(local, self.trainer.groups.world)))
-
-    def _score_live(self, samples: Sequence[TrainingSample]) -> _Scores:
-        return self._scores(samples, None)
-
-    def _score_ids(self, samples: Sequence[TrainingSample]) -> _Scores:
-        return self._scores([self.without_weights(sample) for sample in samples], "replay")
-
-    def _score_ids_and_weights(self, samples: Sequence[TrainingSample]) -> _Scores:
-        return self._scores(samples, "replay")
 
     def without_weights(self, sample: TrainingSample) -> TrainingSample:
         """Return the sample with routes that have no combine weights."""
@@ -187,19 +174,19 @@ class RunScorer:
         missing = torch.full((*routes.shape[:-1], shape.topk), torch.nan)
         return replace(sample, routed_experts=with_weights(select_experts(routes, shape), missing))
 
-    def _scores(self, samples: Sequence[TrainingSample], mode: Literal["replay"] | None) -> _Scores:
+    def _scores(self, samples: Sequence[TrainingSample], replays: _Replays) -> _Scores:
         """Return the trainer's log-probabilities, also on a replica leader that does not compute them itself."""
         trainer = self.trainer
-        samples = list(samples)
-        if mode is None:
+        samples = [self.without_weights(sample) if replays == "ids" else sample for sample in samples]
+        if replays == "none":
             samples = [replace(sample, routed_experts=None) for sample in samples]
         elif trainer.routing_shape is not None:
             layers = trainer.replayed_layers
             shape = trainer.routing_shape
             local = shape if layers is None else replace(shape, num_layers=len(layers))
             samples = with_all_routes(samples, shape, local)
-        packed = trainer.pack(samples, self.budget)
-        rows, _ = trainer.token_logprobs(packed.batches, mode)
+        packed = trainer.pack(samples, self.config.train.micro_batch_tokens)
+        rows, _ = trainer.token_logprobs(packed.batches, None if replays == "none" else "replay")
         logprobs: list[Any] = [None] * len(samples)
         for i, where, number in packed.positions(samples) if rows else ():
             logprobs[i] = rows[number].logprobs[where].float().cpu().clone()

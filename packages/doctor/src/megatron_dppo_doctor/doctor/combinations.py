@@ -66,10 +66,6 @@ def _older(name: str, minimum: tuple[int, ...]) -> Callable[[MachineFacts], str 
     return observe
 
 
-def _missing(name: str) -> Callable[[MachineFacts], str | None]:
-    return lambda machine: None if name in machine.packages else f"no {name}"
-
-
 def _unsupported_megatron(machine: MachineFacts) -> str | None:
     version = machine.packages.get("megatron-core")
     if version is None:
@@ -97,9 +93,8 @@ def _no_visible_gpu(machine: MachineFacts) -> str | None:
 
 
 def _broken_transformer_engine(machine: MachineFacts) -> str | None:
-    is_usable = machine.transformer_engine in ("works", "not installed")
-    is_checked = not machine.transformer_engine.startswith("not checked")
-    return machine.transformer_engine if is_checked and not is_usable else None
+    state = machine.transformer_engine
+    return None if state.startswith(("works", "not installed", "not checked")) else state
 
 
 def _transformer_engine_for_other_cuda(machine: MachineFacts) -> str | None:
@@ -110,10 +105,6 @@ def _transformer_engine_for_other_cuda(machine: MachineFacts) -> str | None:
         if f"transformer-engine-cu{major}" in machine.packages and machine.torch_cuda.split(".")[0] != major:
             return f"transformer-engine-cu{major} with torch for CUDA {machine.torch_cuda}"
     return None
-
-
-def _no_transformer_engine(machine: MachineFacts) -> str | None:
-    return "no Transformer Engine" if machine.gpus and machine.transformer_engine == "not installed" else None
 
 
 def _attention_variables(machine: MachineFacts) -> str | None:
@@ -142,10 +133,6 @@ def _old_gpu(machine: MachineFacts) -> str | None:
     return f"{old[0].name}, compute capability {'.'.join(map(str, old[0].capability))}" if old else None
 
 
-def _no_triton(machine: MachineFacts) -> str | None:
-    return "no triton" if machine.gpus and "triton" not in machine.packages else None
-
-
 def _wrong_delta_kernels(machine: MachineFacts) -> str | None:
     triton = machine.packages.get("triton")
     if triton is None or "fla-core" not in machine.packages:
@@ -159,11 +146,6 @@ def _apex_without_kernels(machine: MachineFacts) -> str | None:
     if not machine.gpus or machine.apex or "apex" not in machine.packages:
         return None
     return f"apex {machine.packages['apex']} without compiled kernels"
-
-
-def _no_c_compiler(machine: MachineFacts) -> str | None:
-    needs_one = bool(machine.gpus) and "triton" in machine.packages
-    return "no C compiler" if needs_one and machine.c_compiler is None else None
 
 
 def _no_build_tools(machine: MachineFacts) -> str | None:
@@ -188,7 +170,7 @@ TABLE: tuple[BadCombination, ...] = (
         "Requires-Python of megatron-core",
     ),
     BadCombination(
-        _missing("psutil"),
+        lambda machine: None if "psutil" in machine.packages else "no psutil",
         "Megatron's checkpoint writer dies without it, and saving never returns",
         "pip install psutil",
         "setup.py",
@@ -236,7 +218,7 @@ TABLE: tuple[BadCombination, ...] = (
         "CUDA C++ programming guide, compute capabilities",
     ),
     BadCombination(
-        _no_c_compiler,
+        lambda m: "no C compiler" if m.gpus and "triton" in m.packages and m.c_compiler is None else None,
         "Triton compiles kernel launchers with it, so the first step on the GPU fails",
         "install gcc, or set CC",
         "triton/runtime/build.py",
@@ -263,14 +245,14 @@ TABLE: tuple[BadCombination, ...] = (
         is_fatal=False,
     ),
     BadCombination(
-        _no_transformer_engine,
+        lambda m: "no Transformer Engine" if m.gpus and m.transformer_engine == "not installed" else None,
         "the model uses Megatron's torch layers, which are slower",
         install_command("{cuda}"),
         "megatron_dppo/mcore/fusions.py",
         is_fatal=False,
     ),
     BadCombination(
-        _no_triton,
+        lambda machine: "no triton" if machine.gpus and "triton" not in machine.packages else None,
         "the head runs in plain torch, several times slower",
         # A bare "triton" is the newest one, which this torch may not be built for.
         "pip install 'torch=={torch}', which leaves torch and brings its Triton",

@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print versions, known-bad combinations, servers and the self-test; as a rank of a job, what is between the ranks.
 
-    Returns:
-        0, or 1 if there is a problem.
+    Return 1 if there is a problem, else 0.
     """
+    from megatron_dppo.config.io import load_config
     from megatron_dppo_doctor.doctor.combinations import find_bad_combinations
     from megatron_dppo_doctor.doctor.job_rank import read_job_rank
     from megatron_dppo_doctor.doctor.machine import format_machine, inspect_machine
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     if overrides and options.config is None:
         raise ConfigError(f"{' '.join(overrides)}: overrides need a configuration. Fix: put its file before them")
-    config = _load_config(options.config, overrides)
+    config = None if options.config is None else load_config(options.config, overrides)
     urls = _server_urls(options, config)
     key = _api_key(options, config)
     job = read_job_rank(os.environ)
@@ -134,14 +134,6 @@ def _self_test_lines(self_test: SelfTestReport, *, verbose: bool) -> Iterable[st
     yield passed if verbose else f"{passed} (--verbose lists them)"
     if self_test.failure is not None:
         yield f"FAILED: {self_test.failure}"
-
-
-def _load_config(path: str | None, overrides: Sequence[str]) -> Config | None:
-    if path is None:
-        return None
-    from megatron_dppo.config.io import load_config
-
-    return load_config(path, overrides)
 
 
 def _server_urls(options: argparse.Namespace, config: Config | None) -> list[str]:

@@ -26,10 +26,8 @@ def run_job_check(
 ) -> int:
     """Check the job together with all other ranks; rank 0 prints.
 
-    All nodes have to see ``folder``. Rank 0 calls ``inspect_servers`` and writes ``json_file``.
-
-    Returns:
-        Exit code: 1 on rank 0 if there is a problem.
+    All nodes have to see ``folder``. Rank 0 calls ``inspect_servers`` and writes ``json_file``. Return the exit code: 1
+    on rank 0 if there is a problem.
     """
     set_torch_variables(job)
     report = _Report(job, json_file)
@@ -57,7 +55,6 @@ def run_job_check(
 
 
 def _exchange_facts(store: Store, job: JobRank) -> list[RankFacts]:
-    """Return the facts of all ranks, in their order."""
     store.set(f"facts/{job.rank}", json.dumps(asdict(inspect_rank(job))))
     keys = [f"facts/{rank}" for rank in range(job.world_size)]
     try:

@@ -29,11 +29,6 @@ class JobRank:
     """Port of the store. Under torchrun its agent listens there, else rank 0 does."""
     launcher_has_store: bool
 
-    @property
-    def is_first_of_node(self) -> bool:
-        """True for one rank of each machine."""
-        return self.local_rank == 0
-
 
 def read_job_rank(environ: Mapping[str, str]) -> JobRank | None:
     """Return this process's place in a job by the launcher's variables; None in a process that runs alone."""

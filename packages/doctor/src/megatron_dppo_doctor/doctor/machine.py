@@ -100,10 +100,8 @@ def inspect_machine() -> MachineFacts:
 
     from megatron_dppo.mcore.extensions import missing_build_tools
 
-    gpus = []
-    for i in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(i)
-        gpus.append(Gpu(name=device.name, capability=(device.major, device.minor), gib=device.total_memory / 2**30))
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    gpus = tuple(Gpu(name=d.name, capability=(d.major, d.minor), gib=d.total_memory / 2**30) for d in devices)
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     return MachineFacts(
         python=sys.version_info[:3],
@@ -113,7 +111,7 @@ def inspect_machine() -> MachineFacts:
         driver=_driver_version(),
         nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
         cudnn=None if cudnn is None else str(cudnn),
-        gpus=tuple(gpus),
+        gpus=gpus,
         transformer_engine=_check_transformer_engine(has_gpu=bool(gpus)),
         apex=tuple(use for module, use in APEX_KERNELS.items() if importlib.util.find_spec(module) is not None),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
@@ -173,8 +171,9 @@ def format_machine(machine: MachineFacts) -> list[str]:
         "cuDNN": machine.cudnn,
     }
     lines.append(", ".join(f"{name} {value or '-'}" for name, value in versions.items()))
-    for count, gpu in _count_by_model(machine.gpus):
+    for gpu in dict.fromkeys(machine.gpus):
         capability = ".".join(map(str, gpu.capability))
+        count = machine.gpus.count(gpu)
         lines.append(f"{count} x {gpu.name}, compute capability {capability}, {gpu.gib:.0f} GiB")
     if not machine.gpus:
         lines.append("no CUDA device: training runs on the CPU, with gloo")
@@ -184,7 +183,3 @@ def format_machine(machine: MachineFacts) -> list[str]:
     lines.append(f"missing for compiling C++ extensions: {', '.join(machine.missing_build_tools) or 'nothing'}")
     lines += [f"{name}={value}" for name, value in machine.variables.items()]
     return lines
-
-
-def _count_by_model(gpus: tuple[Gpu, ...]) -> list[tuple[int, Gpu]]:
-    return [(gpus.count(gpu), gpu) for gpu in dict.fromkeys(gpus)]

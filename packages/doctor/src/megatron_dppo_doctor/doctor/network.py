@@ -61,7 +61,7 @@ def limited(what: str, job: JobRank, fix: str) -> Iterator[None]:
     """End this process with exit code 1 and a message if the block takes longer than the limit."""
 
     def report() -> None:
-        if job.is_first_of_node:
+        if job.local_rank == 0:
             where = f"rank {job.rank} on {socket.gethostname()}"
             print(f"problem  {what} did not end within {LIMIT_SECONDS:.0f} s ({where}). Fix: {fix}", flush=True)
 
@@ -135,7 +135,7 @@ def _measure_backend(backend: str, store: Store, job: JobRank, hosts: list[str])
     if float(total) != expected:
         yield Finding(f"{backend}: the sum over all ranks is {float(total):g}, expected {expected:g}", "report it")
     message = torch.zeros(_BYTES[backend] // 4, device=device)
-    all_reduce = _timed(lambda: dist.all_reduce(message), device)
+    all_reduce = fastest(lambda: dist.all_reduce(message), device)
     links = _measure_links(message, job)
     dist.destroy_process_group()
     speeds = {
@@ -165,7 +165,7 @@ def ring_gigabytes(num_bytes: int, world_size: int) -> float:
     return 2 * (world_size - 1) / world_size * num_bytes / 1e9
 
 
-def _timed(function: Callable[[], object], device: torch.device) -> float:
+def fastest(function: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of a call: the fastest of several, after one that is not counted."""
     best = float("inf")
     for i in range(_REPEATS + 1):
@@ -189,7 +189,7 @@ def _measure_links(message: Tensor, job: JobRank) -> list[float]:
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
-    seconds = torch.tensor([_timed(shift, message.device)], device=message.device)
+    seconds = torch.tensor([fastest(shift, message.device)], device=message.device)
     links = [torch.zeros_like(seconds) for _ in range(job.world_size)]
     dist.all_gather(links, seconds)
     return [float(link) for link in links]

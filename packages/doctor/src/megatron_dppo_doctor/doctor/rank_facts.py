@@ -80,7 +80,6 @@ def inspect_rank(job: JobRank) -> RankFacts:
     for match in find_bad_combinations(machine):
         row = match.combination
         bad_combinations.append((f"{match.observed}: {row.reason}", f"{match.fix}. ({row.source})", row.is_fatal))
-    locked_memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return RankFacts(
         rank=job.rank,
         host=host,
@@ -88,7 +87,7 @@ def inspect_rank(job: JobRank) -> RankFacts:
         host_addresses=_resolve(host),
         interface="",
         max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-        locked_memory=locked_memory,
+        locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         shared_memory_gib=_free_shared_memory(),
         num_gpus=len(machine.gpus),
         bad_combinations=bad_combinations,
@@ -181,11 +180,10 @@ def compare_facts(facts: Sequence[RankFacts], clock_offsets: Mapping[str, float]
 def _difference(name: str, groups: Mapping[str, Sequence[RankFacts]]) -> Finding:
     reason = _EQUAL_ROWS.get(name)
     text = f"{name} differs: {_list_groups(groups)}"
-    fix = (
-        f"set {name} to one value on all nodes" if name.isupper() and "_" in name else f"install one {name} everywhere"
-    )
     if name in ("GPUs", "driver"):
         fix = "ask for nodes of one kind; the slowest sets the pace"
+    else:
+        fix = f"set {name} to one value on all nodes" if name in VARIABLES else f"install one {name} everywhere"
     return Finding(f"{text}; {reason}" if reason else text, fix, is_fatal=reason is not None)
 
 

@@ -1,13 +1,9 @@
-"""Self-test of a small MoE model on this machine's devices.
-
-The local engine samples, the probe compares it with Megatron's shards under router replay, one update is made, and the
-new weights are probed again.
-"""
+"""Self-test of a small MoE model: local engine, probe against Megatron under router replay, an update, and a probe."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,19 +39,11 @@ PROMPT = tuple(range(3, 20))
 
 
 class _Tokenizer:
-    """Tokenizer without texts: the self-test compares token ids only."""
+    """Tokenizer without texts: the self-test compares token ids only, and encodes none."""
 
     eos_token_id = 1
     pad_token_id = 0
     chat_template: str | None = None
-
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> NoReturn:
-        """Refuse a text."""
-        raise NotImplementedError
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Refuse a text."""
-        raise NotImplementedError
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return an empty text."""
@@ -64,6 +52,9 @@ class _Tokenizer:
     def get_vocab(self) -> dict[str, int]:
         """Return no texts."""
         return {}
+
+
+_TOKENIZER: Any = _Tokenizer()
 
 
 def hf_config() -> Any:
@@ -127,7 +118,7 @@ def _check_dtype(platform: Platform, dtype: str, layout: Layout, groups: Paralle
     trainer = trainer_from_config(
         config, placement, DictWeights(stream_model(build_hf_model(model_config, torch.float32, seed=0))), total_steps=2
     )
-    engine = LocalEngine(model_config, _Tokenizer(), dtype=DTYPES[dtype], device=platform.device)
+    engine = LocalEngine(model_config, _TOKENIZER, dtype=DTYPES[dtype], device=platform.device)
     try:
         for version, when in enumerate(("before an update", "after it")):
             engine.update_weights(trainer.export_weights(), version)
@@ -166,7 +157,7 @@ def _check_probe(
         prompt="",
         prompt_token_ids=PROMPT,
         vocab_size=shape.vocab_size,
-        end_tokens=(_Tokenizer.eos_token_id,),
+        end_tokens=(_TOKENIZER.eos_token_id,),
         temperature=TEMPERATURE,
         dtype=dtype,
         topk_logprobs=TOPK,

@@ -1,6 +1,4 @@
-"""One process of the self-test.
-
-Started as ``python -m megatron_dppo_doctor.doctor.self_test_rank FOLDER``, with RANK and WORLD_SIZE set.
+"""Process of the self-test: ``python -m megatron_dppo_doctor.doctor.self_test_rank FOLDER``, with RANK set.
 
 Rank 0 writes each finished check as a line of ``FOLDER/checks.jsonl``.
 """
@@ -11,7 +9,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -25,7 +22,7 @@ from megatron_dppo.head import row_kernels
 from megatron_dppo.head.stats import vocab_parallel_head_stats
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types import LossNeeds
-from megatron_dppo_doctor.doctor.network import ring_gigabytes
+from megatron_dppo_doctor.doctor.network import fastest, ring_gigabytes
 from megatron_dppo_doctor.doctor.self_test import SelfTestCheck
 
 NUM_TOKENS = 96
@@ -129,18 +126,9 @@ def _compare_exactly(name: str, result: Tensor, expected: Tensor) -> SelfTestChe
 
 
 def _link_bandwidth(device: torch.device) -> float:
-    """Return GB/s of each link in an all-reduce."""
     large = torch.zeros(_BANDWIDTH_NUMEL, device=device)
-    # The first ones set up the connections.
-    for _ in range(2):
-        dist.all_reduce(large)
-    torch.cuda.synchronize()
-    start_time = time.perf_counter()
-    for _ in range(5):
-        dist.all_reduce(large)
-    torch.cuda.synchronize()
-    # Five all-reduces of 4 bytes an element.
-    return 5 * ring_gigabytes(large.nbytes, dist.get_world_size()) / (time.perf_counter() - start_time)
+    seconds = fastest(lambda: dist.all_reduce(large), device)
+    return ring_gigabytes(large.nbytes, dist.get_world_size()) / seconds
 
 
 def check_head(platform: Platform) -> Iterator[SelfTestCheck]:

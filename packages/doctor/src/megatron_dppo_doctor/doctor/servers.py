@@ -57,11 +57,7 @@ def _inspect_server(url: str, needs: ServerRequirements | None, key: str | None)
 
 
 def _detect_engine(url: str, key: str | None) -> Literal["sglang", "vllm"]:
-    """Return the program that serves the address.
-
-    Raises:
-        ServerError: Neither SGLang nor vLLM. The error is the one of the first attempt.
-    """
+    """Return the program that serves the address. Else raise the ``ServerError`` of the first attempt."""
     first_error: ServerError | None = None
     for engine in _PROGRAM_NAMES:
         try:

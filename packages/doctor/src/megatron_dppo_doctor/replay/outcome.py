@@ -31,7 +31,6 @@ class ReplayOutcome:
     metrics: Mapping[str, tuple[float, float]]
     """Values of each metric in the run and in the replay."""
     same_layout: bool
-    """True if the replay has the run's layout."""
     changed: tuple[str, ...] = ()
     """Overrides of the run's configuration."""
 
@@ -43,8 +42,7 @@ class ReplayOutcome:
     @property
     def largest_relative(self) -> float:
         """Largest relative difference of a metric."""
-        # 1e-12: any change of a metric that was 0 shows.
-        return max((abs(was - now) / max(abs(was), 1e-12) for was, now in self.metrics.values()), default=0.0)
+        return max((_relative(*values) for values in self.metrics.values()), default=0.0)
 
     def plain(self) -> dict[str, Any]:
         """Return the outcome as a JSON object."""
@@ -89,7 +87,10 @@ class ReplayOutcome:
 
     def _most_different(self) -> list[str]:
         """Return the metrics that differ, at most ``_SHOWN_METRICS``, the largest relative difference first."""
-        relative = {
-            name: abs(was - now) / max(abs(was), 1e-12) for name, (was, now) in self.metrics.items() if was != now
-        }
-        return sorted(relative, key=lambda name: -relative[name])[:_SHOWN_METRICS]
+        differ = [name for name, (was, now) in self.metrics.items() if was != now]
+        return sorted(differ, key=lambda name: -_relative(*self.metrics[name]))[:_SHOWN_METRICS]
+
+
+def _relative(was: float, now: float) -> float:
+    # 1e-12: any change of a metric that was 0 shows.
+    return abs(was - now) / max(abs(was), 1e-12)

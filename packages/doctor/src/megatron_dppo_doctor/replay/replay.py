@@ -7,6 +7,7 @@ bit-identical. A single process reproduces several processes up to rounding, wit
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_dppo.config.io import dump_toml, load_config, validate
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.user_functions import functions_as_text
 from megatron_dppo.errors import CheckpointError, ConfigError, DataError, ErrorCollector
 from megatron_dppo.parallel.objects import gather_objects
 from megatron_dppo.parallel.platform import Platform, pin_threads
@@ -33,9 +36,9 @@ from megatron_dppo.run.recording import SampleRecords, StepRecord, join_records
 from megatron_dppo.run.run_records import reduce_updates
 from megatron_dppo.run.step import PolicyUpdater, StepBatch, make_samples
 from megatron_dppo.setup.resume import CANNOT_RESHARD, layout_identity
+from megatron_dppo.setup.starts import CONFIG, STARTS, load_run_config, read_starts
 from megatron_dppo.setup.teacher_setup import build_teacher
 from megatron_dppo_doctor.replay.outcome import ReplayOutcome
-from megatron_dppo_doctor.replay.step_config import load_config_of_step
 
 if TYPE_CHECKING:
     from megatron_dppo.parallel.groups import ParallelGroups
@@ -55,11 +58,7 @@ class ReplayedRun:
 
 
 def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> ReplayOutcome | None:
-    """Recompute a recorded step. A collective call of all processes.
-
-    Returns:
-        The comparison on rank 0, None on other ranks.
-    """
+    """Recompute a recorded step. A collective call of all processes. Return the comparison on rank 0, else None."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     file = _recorded_file(folder, step)
     meta = read_meta(file)
@@ -93,7 +92,6 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Repla
 
 
 def _read_record(folder: Path, step: int) -> dict[str, Any]:
-    """Return the run's metrics of the step."""
     metrics = folder / "metrics.jsonl"
     record = next((record for record in read_metrics(metrics) if record["step"] == step), None)
     if record is None:
@@ -116,8 +114,26 @@ def _recorded_file(folder: Path, step: int) -> Path:
     return files[step]
 
 
+def load_config_of_step(folder: Path, step: int, overrides: Sequence[str]) -> Config:
+    """Return the configuration that a step of a run was trained with: that of the last start before the step."""
+    load_run_config(folder, ())  # raises if this is not the folder of a run
+    before = [start for start in read_starts(folder) if (start.get("resumed_step") or 0) < step]
+    if not before:
+        raise ConfigError(f"{folder / STARTS} has no start of the run before step {step}")
+    start = before[-1]
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / CONFIG
+        with functions_as_text():
+            recorded = validate(start.get("config", {}), str(folder / STARTS))
+        file.write_text(dump_toml(recorded), encoding="utf-8")
+        all_overrides = [*overrides, "--run.output_dir", str(folder)]
+        try:
+            return load_config(file, all_overrides, relative_to=Path(start.get("cwd", ".")))
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(str(file), str(folder / CONFIG))) from error
+
+
 def _replay_config(folder: Path, meta: StepMeta, world: int, overrides: Sequence[str]) -> Config:
-    """Return the configuration of the step, for the run's layout or a single process."""
     config = load_config_of_step(folder, meta.step, overrides)
     if world == meta.world_size or any("parallel" in override for override in overrides):
         return config
@@ -158,7 +174,6 @@ def _find_checkpoint(folder: Path, step: int, fork_from: str | None) -> Path | N
 
 @contextmanager
 def _open_run(config: Config, checkpoint: Path | None, step: int) -> Iterator[ReplayedRun]:
-    """Build the policy as it was before the step."""
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     # Before the first import of Megatron.
