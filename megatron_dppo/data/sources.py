@@ -154,7 +154,7 @@ def _read_parquet(file: Path, name: str) -> Iterator[Record]:
         yield f"{name}:{number}", record
 
 
-def parquet_rows(file: Path, batch_rows: int = _BATCH_ROWS) -> Iterator[dict[str, Any]]:
+def parquet_rows(file: Path, batch_rows: int = _BATCH_ROWS) -> Iterator[dict[str, object]]:
     """Yield the rows of a Parquet file.
 
     Args:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
 
 from megatron_dppo.errors import ConfigError
 
@@ -29,7 +29,7 @@ def installed(group: str) -> dict[str, EntryPoint]:
     return result
 
 
-def load(point: EntryPoint) -> Any:
+def load(point: EntryPoint) -> Callable[..., object]:
     """Import what an entry point names.
 
     Raises:

@@ -50,7 +50,7 @@ _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Megatron's parameters with padded vocabulary entries, which Megatron Bridge exports."""
 
 
-def provider_config(hf_config: HfConfig, model: ModelConfig, layout: Layout, platform: Platform) -> Any:
+def provider_config(hf_config: HfConfig, model: ModelConfig, layout: Layout, platform: Platform) -> object:
     """Return Megatron Bridge's provider of a model, a TransformerConfig, with this run's settings.
 
     Raises:

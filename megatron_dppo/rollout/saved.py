@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
 
 from megatron_dppo.config.data import DataConfig
 from megatron_dppo.config.reward import RewardConfig
@@ -16,6 +15,7 @@ from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.rollout.pending import PromptSlot
 from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.types import Prompt
+from megatron_dppo.types.stored_record import StoredRecord
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SchedulerState:
 
     # The JSON keys are part of the checkpoint format and keep their names.
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the state as JSON values."""
         return {
             "cursor": self.cursor,
@@ -63,7 +63,7 @@ class SchedulerState:
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> SchedulerState:
+    def from_json(cls, values: StoredRecord) -> SchedulerState:
         """Return the state that ``to_json`` wrote."""
         return cls(
             cursor=values["cursor"],
@@ -123,7 +123,7 @@ class SchedulerState:
 
 def describe_incompatibility(
     state: SchedulerState,
-    saved_config: Mapping[str, Any],
+    saved_config: StoredRecord,
     train: TrainConfig,
     *,
     data: DataConfig,

@@ -258,7 +258,7 @@ def evaluate(offline: Offline) -> OfflineEvaluation:
     return OfflineEvaluation(metrics, rows)
 
 
-def generate(offline: Offline, source: str | Sequence[str], *, scored: bool) -> Iterator[dict[str, Any]]:
+def generate(offline: Offline, source: str | Sequence[str], *, scored: bool) -> Iterator[dict[str, object]]:
     """Sample ``rollout.samples_per_prompt`` responses to each prompt of a source, in order.
 
     Args:

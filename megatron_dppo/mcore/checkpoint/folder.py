@@ -12,10 +12,10 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import fsync, read_regular_file, write_synced
+from megatron_dppo.types.stored_record import StoredRecord
 
 STATE = "state.json"
 _STEP = re.compile(r"step_(\d{6,})")
@@ -51,7 +51,7 @@ _MAX_NAME = 20
 """Longest name of a checkpoint: a run has fewer than 10^9 steps."""
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
+def read_state(checkpoint: Path) -> StoredRecord:
     """Return the run's state in a checkpoint: step, data cursor, policy version, configuration.
 
     Raises:

@@ -8,6 +8,7 @@ Delete when: MLA accepts any layer, and MLASelfAttention sums that gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,14 @@ class ReplicatedLinear(torch.nn.Module):
     """
 
     def __init__(
-        self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, bias: bool, **_: Any
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], object],
+        bias: bool,
+        **_: object,
     ) -> None:
         super().__init__()
         if bias:

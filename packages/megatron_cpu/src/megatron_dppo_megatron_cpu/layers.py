@@ -59,7 +59,7 @@ class RMSNorm(torch.nn.Module):
     tensor-parallel group.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         # Megatron passes its default here; the model's value is in the config.
         del eps
@@ -76,7 +76,7 @@ class RMSNorm(torch.nn.Module):
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
     """RMSNorm and a column-parallel linear in one module, as in Transformer Engine."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
         self.zero_centered = config.layernorm_zero_centered_gamma

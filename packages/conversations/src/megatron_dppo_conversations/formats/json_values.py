@@ -43,7 +43,7 @@ def inflate(content: bytes, encoding: str, max_bytes: int) -> bytes:
     return result
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> object:
     """Return the value of a JSON text.
 
     Raises:

@@ -7,7 +7,7 @@ new weights are probed again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from megatron_dppo.policy.trainer import PolicyTrainer
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.run.policy_setup import trainer_from_config
 from megatron_dppo.types import Completion, Prompt, SamplingParams, VersionSpan
+from megatron_dppo.types.model_folder import Tokenizer
 from megatron_dppo.weights.probe import compute_readings
 from megatron_dppo.weights.probe_requests import ProbeError, ProbeExpectation, ProbeResponse
 from megatron_dppo.weights.verdict import ProbeResult, verify_response
@@ -127,7 +128,7 @@ def _check_dtype(platform: Platform, dtype: str, layout: Layout, groups: Paralle
     trainer = trainer_from_config(
         config, placement, DictWeights(stream_model(build_hf_model(model_config, torch.float32, seed=0))), total_steps=2
     )
-    engine = LocalEngine(model_config, _Tokenizer(), dtype=DTYPES[dtype], device=platform.device)
+    engine = LocalEngine(model_config, cast(Tokenizer, _Tokenizer()), dtype=DTYPES[dtype], device=platform.device)
     try:
         for version, when in enumerate(("before an update", "after it")):
             engine.update_weights(trainer.export_weights(), version)
