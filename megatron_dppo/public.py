@@ -29,7 +29,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
 
 
 def dppo_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
-    """Check the call (``check_call``), then compute ``losses.dppo_loss``."""
+    """Check the call (``check_call``), then compute ``losses.dppo.dppo_loss``."""
     check_call(inputs, config)
     return _dppo.dppo_loss(inputs, config)
 

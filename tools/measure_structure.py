@@ -13,18 +13,19 @@ import io
 import statistics
 import subprocess
 import tokenize
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from source_folders import LIBRARIES, ROOT
 
 PACKAGE = "megatron_dppo"
-SECTIONS_ALLOWED = ("run", "commands", "cli")
-"""Packages whose functions may take the whole configuration."""
+SECTIONS_ALLOWED = ("setup", "run", "commands", "cli")
+"""Packages whose functions may take the whole configuration: ``setup`` prepares a run from it."""
 _MAX_FUNCTION = 60
 _REASON = "Long because "
 """Start of the sentence in a docstring that says why a long function is not split."""
+_UNTYPED = "signatures between rooms with Any"
 Graph = Mapping[str, set[str]]
 
 
@@ -33,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revisions", nargs="*", help="commits to compare with")
     revisions = [*parser.parse_args().revisions, None]
-    columns = [measure(dict(sources(revision))) | lines_beside(revision) for revision in revisions]
+    columns = [measure(dict(sources(revision))) | _measure_all(revision) for revision in revisions]
     print(f"| | {' | '.join(revision or 'working tree' for revision in revisions)} |")
     print("|---" * (len(columns) + 1) + "|")
     for label in columns[0]:
@@ -51,6 +52,11 @@ def sources(revision: str | None, folder: str = PACKAGE) -> Iterator[tuple[tuple
         if name.endswith(".py"):
             show = ["git", "-C", str(ROOT), "show", f"{revision}:{name}"]
             yield Path(name).parts[1:], subprocess.run(show, capture_output=True, text=True, check=True).stdout
+
+
+def _measure_all(revision: str | None) -> dict[str, str]:
+    """Return the figures of trainer and packages together."""
+    return {_UNTYPED: str(len(untyped_seams(read_rooms(revision))))} | lines_beside(revision)
 
 
 def lines_beside(revision: str | None) -> dict[str, str]:
@@ -97,7 +103,7 @@ def measure(files: Mapping[tuple[str, ...], str]) -> dict[str, str]:
         f"functions above {_MAX_FUNCTION} lines (without a reason)": f"{len(long)} ({long.count(False)})",
         "Any": str(sum(_count_any(tree) for tree in trees.values())),
         "functions that take Config": str(len(taking)),
-        "of these below run and commands": str(len(outside)),
+        "of these below setup": str(len(outside)),
     }
 
 
@@ -232,7 +238,7 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
     return {line for node in strings for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
 
-def _count_any(tree: ast.Module) -> int:
+def _count_any(tree: ast.AST) -> int:
     return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
 
 
@@ -243,6 +249,79 @@ def long_functions(tree: ast.Module) -> Iterator[bool]:
             continue
         if (node.end_lineno or node.lineno) - node.lineno + 1 > _MAX_FUNCTION:
             yield _REASON in (ast.get_docstring(node) or "")
+
+
+class Room(NamedTuple):
+    """Modules of a package of the trainer, or of a package beside it."""
+
+    name: str
+    trees: list[tuple[str, ast.Module]]
+    """Path and source of each module."""
+
+
+def untyped_seams(rooms: Sequence[Room]) -> list[str]:
+    """Return the public functions, methods and fields with ``Any`` in an annotation that another room uses.
+
+    A function is used where its name is imported. A member is used where its class is imported, in a file that has the
+    member's name behind a dot or as a keyword. Members that are reached without the name of their class are not seen.
+    """
+    files = [(room.name, *_used_names(tree)) for room in rooms for _, tree in room.trees]
+    result = []
+    for room in rooms:
+        others = [(imported, members) for name, imported, members in files if name != room.name]
+        for path, tree in room.trees:
+            for owner, name in _untyped(tree):
+                is_member = owner and name not in ("__init__", "__call__")
+                top = (room.name, owner or name)
+                if any(top in imported and (not is_member or name in members) for imported, members in others):
+                    result.append(f"{path}: {f'{owner}.{name}' if owner else name}")
+    return result
+
+
+def read_rooms(revision: str | None) -> list[Room]:
+    """Return the packages of the trainer and those beside it, of the working tree (None) or of a commit."""
+    trees: dict[str, list[tuple[str, ast.Module]]] = {}
+    for folder in (PACKAGE, "packages"):
+        for parts, text in sources(revision, folder):
+            inner = parts if folder == PACKAGE else parts[2:]
+            if inner and "tests" not in parts[:2] and not any(part.endswith("_extension") for part in parts):
+                path = "/".join((folder, *parts))
+                trees.setdefault(inner[0].removesuffix(".py"), []).append((path, ast.parse(text)))
+    return [Room(name, modules) for name, modules in trees.items()]
+
+
+def _used_names(tree: ast.Module) -> tuple[set[tuple[str, str]], set[str]]:
+    """Return what a module imports, as (room, name), and its names behind dots and of keywords."""
+    imported = set()
+    members = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
+            path = (node.module or "").removeprefix(f"{PACKAGE}.").split(".")
+            imported |= {(path[0], alias.name) for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            members.add(node.attr)
+        elif isinstance(node, ast.keyword) and node.arg:
+            members.add(node.arg)
+    return imported, members
+
+
+def _untyped(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield owner and name of each public function ("" as owner), method and field with ``Any`` in an annotation."""
+    for owner in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
+        owner_name = owner.name if isinstance(owner, ast.ClassDef) else ""
+        for node in owner.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                name = node.name
+                arguments = [node.args.vararg, *node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                annotations = [*(each.annotation for each in (*arguments, node.args.kwarg) if each), node.returns]
+            elif owner_name and isinstance(node, ast.AnnAssign):
+                name = ast.unparse(node.target)
+                annotations = [node.annotation]
+            else:
+                continue
+            is_public = not name.startswith("_") or name in ("__init__", "__call__")
+            if is_public and any(_count_any(each) for each in annotations if each is not None):
+                yield owner_name, name
 
 
 def _functions_with_config(trees: Mapping[str, ast.Module]) -> Iterator[str]:

@@ -20,7 +20,8 @@ from pydantic import Field
 from torch import Tensor
 
 from megatron_dppo import LossInputs, losses
-from megatron_dppo.losses import Decision, Tokens, divergence_keep_mask, needs, topk_tv
+from megatron_dppo.losses import Decision, Tokens, needs, topk_tv
+from megatron_dppo.losses.dppo import divergence_keep_mask
 
 
 class BinaryTV(losses.Loss):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_dppo.commands.preview import RewardTrial, model_lines, preview_lines, try_reward
-from megatron_dppo.config.describe import resolved_defaults
 from megatron_dppo.config.io import LoadedConfig, dump_toml, invalid_config
-from megatron_dppo.config.layout import format_layout, unchecked_layout
+from megatron_dppo.config.layout import Layout, format_layout, unchecked_layout
 from megatron_dppo.config.model import ParallelConfig
+from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.report.printable import printable
 from megatron_dppo.setup.contents import read_contents
@@ -105,3 +105,33 @@ def _default_world_size(parallel: ParallelConfig) -> int:
     expert_tensor = parallel.expert_tensor_parallel_size or (tensor if expert == 1 else 1)
     ranks_per_stage = math.lcm(tensor * parallel.context_parallel_size, expert * expert_tensor)
     return parallel.pipeline_model_parallel_size * ranks_per_stage
+
+
+_RESOLVERS: Mapping[str, Callable[[Config, Layout], object]] = {
+    "parallel.expert_tensor_parallel_size": lambda config, layout: layout.etp,
+    "parallel.sequence_parallel": lambda config, layout: layout.sequence_parallel,
+    "parallel.overlap_p2p_comm": lambda config, layout: layout.overlap_p2p_comm,
+    "eval.max_new_tokens": lambda config, layout: config.eval_max_new_tokens,
+    "eval.overlap_training": lambda config, layout: config.evaluates_beside_training,
+    "run.hang_minutes": lambda config, layout: 0.9 * config.run.timeout_minutes,
+}
+"""Functions that compute the value in effect of a key whose default depends on other keys."""
+
+
+def resolved_defaults(config: Config, layout: Layout) -> dict[str, object]:
+    """Return the value in effect of each key that is not set and has an effect in this run.
+
+    Example: ``{"loss.divergence_threshold_low": 0.15, "parallel.sequence_parallel": False}`` and more for
+    DPPO-Binary-TV on one process.
+    """
+    unused = config.loss.unused_keys()
+    values = {
+        f"loss.{key}": value
+        for key, value in config.loss.resolved_defaults().items()
+        if key not in unused and getattr(config.loss, key) is None
+    }
+    for path, rule in _RESOLVERS.items():
+        section, _, key = path.partition(".")
+        if getattr(getattr(config, section), key) is None:
+            values[path] = rule(config, layout)
+    return values

@@ -1,13 +1,16 @@
 """Checks across sections of the configuration. Checks within one section are in that section.
 
-``check_sections`` lists them in the order in which problems are reported; the functions below follow that order.
+``Config`` calls them in the order in which problems are reported; the functions below follow that order. Each raises
+a ValueError whose text names the change that fixes it.
 """
+
+# Every function raises as the docstring above says, for what its name says.
+# ruff: noqa: D103
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_dppo.config.data import DataConfig, EvalConfig
 from megatron_dppo.config.distillation import DistillationConfig
@@ -15,47 +18,15 @@ from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.reward import RewardConfig
-from megatron_dppo.config.rollout import RolloutConfig
+from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.run import CheckpointConfig, RunConfig
-from megatron_dppo.config.signal_checks import check_signal
+from megatron_dppo.config.section import Section
 from megatron_dppo.config.train import ENGINE_REPLAY_MODES, TrainConfig, WarmupConfig
-
-if TYPE_CHECKING:
-    from megatron_dppo.config.schema import Config
-
-
-def check_sections(config: Config) -> None:
-    """Check that the sections are compatible."""
-    _check_optimizer("optimizer", config.optimizer, config.model, config.parallel)
-    _check_optimizer("warmup.optimizer", config.warmup.optimizer, config.model, config.parallel)
-    if config.train.router_replay_weights:
-        check_router_weights(config.train.router_replay, config.rollout.engine, config.model.transformer)
-    _check_adapter_sync(config.rollout, config.lora, config.model)
-    _check_lora(config.lora, config.warmup, config.model)
-    check_signal(config)
-    _check_batch_invariant(config)
-    if not config.loss.has_text:
-        _check_recomputed_logprobs(config.loss, config.rollout, config.train)
-    _check_order(config.rollout, config.train)
-    _check_recorded_routes(config.train)
-    _check_sync_time(config.rollout, config.run)
-    _check_overlong(config.reward, config.rollout)
-    _check_reward_sources(config.data, config.reward)
-    _check_sources(config)
-    _check_mini_batches(config.rollout, config.train)
-    _check_reference(config.model, is_needed=config.needs_reference or config.loss.has_text)
-    _check_random_weights(config.model, config.warmup, config.distillation)
-    _check_evaluations(config.eval, config.data, config.checkpoint)
-    _check_eval_filters(config.eval, config.rollout, config.data)
-    _check_fork(config.checkpoint, config.warmup)
-    _check_accepted_keys(config)
-    _check_colocated(config.rollout, config.train, config.eval)
-
 
 # Optimizer memory and router weights.
 
 
-def _check_optimizer(name: str, optimizer: OptimizerConfig, model: ModelConfig, parallel: ParallelConfig) -> None:
+def check_optimizer(name: str, optimizer: OptimizerConfig, model: ModelConfig, parallel: ParallelConfig) -> None:
     """Reject memory settings that Megatron rejects or ignores."""
     dtype = model.dtype
     distributed = parallel.use_distributed_optimizer
@@ -129,7 +100,7 @@ _INCOMPATIBLE_WITH_LORA = {
 """Megatron options under which a layer is not computed as its adapter assumes, each with the reason."""
 
 
-def _check_adapter_sync(rollout: RolloutConfig, lora: LoraConfig, model: ModelConfig) -> None:
+def check_adapter_sync(rollout: RolloutConfig, lora: LoraConfig, model: ModelConfig) -> None:
     if rollout.weight_sync.method != "adapter":
         return
     if not lora.rank:
@@ -144,7 +115,7 @@ def _check_adapter_sync(rollout: RolloutConfig, lora: LoraConfig, model: ModelCo
         )
 
 
-def _check_lora(lora: LoraConfig, warmup: WarmupConfig, model: ModelConfig) -> None:
+def check_lora(lora: LoraConfig, warmup: WarmupConfig, model: ModelConfig) -> None:
     if not lora.rank:
         return
     if warmup.num_steps:
@@ -166,48 +137,67 @@ _MAX_TENSOR_RANKS = 2
 """The sum of two numbers is the same in any order. Larger groups add in an order that depends on the position."""
 
 
-def _check_batch_invariant(config: Config) -> None:
-    rollout = config.rollout
+def check_batch_invariant(
+    rollout: RolloutConfig,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    *,
+    model: ModelConfig,
+    agent: AgentConfig,
+    evaluation: EvalConfig,
+) -> None:
     if not rollout.batch_invariant:
         return
-    train = config.train
-    model_dtype = f"model.dtype = {config.model.dtype!r}, because it samples with these weights"
-    # Each row: True if incompatible, key or section, expected value with the reason.
-    requirements: list[tuple[bool, str, str]] = [
-        (rollout.engine != "local", "rollout.engine", "'local'"),
-        (rollout.dtype != config.model.dtype, "rollout.dtype", model_dtype),
-        (rollout.generate is not None, "rollout.generate", "null: all ranks sample in lockstep"),
-        (config.agent.is_set, "[agent]", "no agent: all ranks sample in lockstep"),
-        (rollout.abort_slowest, "rollout.abort_slowest", "false: all ranks sample in lockstep"),
+    model_dtype = f"model.dtype = {model.dtype!r}, because it samples with these weights"
+    # Each row: True if incompatible, setting, its value, expected value with the reason.
+    requirements: list[tuple[bool, str, object, str]] = [
+        (rollout.engine != "local", "rollout.engine", rollout.engine, "'local'"),
+        (rollout.dtype != model.dtype, "rollout.dtype", rollout.dtype, model_dtype),
+        (
+            rollout.generate is not None,
+            "rollout.generate",
+            rollout.generate,
+            "null: all ranks sample in lockstep",
+        ),
+        (agent.is_set, "[agent]", "set", "no agent: all ranks sample in lockstep"),
+        (rollout.abort_slowest, "rollout.abort_slowest", True, "false: all ranks sample in lockstep"),
         (
             rollout.perturbation.is_active,
             "[rollout.perturbation]",
+            "set",
             "no perturbation: there is no copy of the weights to perturb",
         ),
-        (not config.model.fused_head, "model.fused_head", "true"),
-        (train.needs_engine_routing, "train.router_replay", "'off': the routers already agree bit for bit"),
+        (not model.fused_head, "model.fused_head", False, "true"),
+        (
+            train.needs_engine_routing,
+            "train.router_replay",
+            train.router_replay,
+            "'off': the routers already agree bit for bit",
+        ),
         (
             train.layer_noise.std > 0 and train.max_first_prob_diff == "auto",
             "train.layer_noise.std",
+            train.layer_noise.std,
             "0, or set train.max_first_prob_diff: by default no difference is allowed, and the noise causes one",
         ),
         (
-            bool(config.eval.overlap_training),
+            bool(evaluation.overlap_training),
             "eval.overlap_training",
+            True,
             "null or false: one model cannot do both at once",
         ),
     ]
-    for name, limit in (
+    for key, limit in (
         ("tensor_model_parallel_size", _MAX_TENSOR_RANKS),
         ("expert_tensor_parallel_size", _MAX_TENSOR_RANKS),
         ("pipeline_model_parallel_size", 1),
         ("context_parallel_size", 1),
     ):
-        is_above = (getattr(config.parallel, name) or 1) > limit
-        requirements.append((is_above, f"parallel.{name}", f"at most {limit}"))
+        size = getattr(parallel, key) or 1
+        requirements.append((size > limit, f"parallel.{key}", size, f"at most {limit}"))
     problems = [
-        f"{key} = {'set' if key.startswith('[') else attrgetter(key)(config)!r} (expected {expected})"
-        for is_incompatible, key, expected in requirements
+        f"{name} = {value!r} (expected {expected})"
+        for is_incompatible, name, value, expected in requirements
         if is_incompatible
     ]
     if problems:
@@ -217,7 +207,7 @@ def _check_batch_invariant(config: Config) -> None:
 # Training steps: recomputed log-probabilities, order, routes, time limits, lengths, number of samples, initial weights.
 
 
-def _check_recomputed_logprobs(loss: LossConfig, rollout: RolloutConfig, train: TrainConfig) -> None:
+def check_recomputed_logprobs(loss: LossConfig, rollout: RolloutConfig, train: TrainConfig) -> None:
     if not rollout.return_logprobs:
         raise ValueError(
             f"loss.name = {loss.name!r} uses the rollout policy's own log-probabilities, but "
@@ -231,7 +221,7 @@ def _check_recomputed_logprobs(loss: LossConfig, rollout: RolloutConfig, train: 
         )
 
 
-def _check_order(rollout: RolloutConfig, train: TrainConfig) -> None:
+def check_order(rollout: RolloutConfig, train: TrainConfig) -> None:
     if rollout.order == "completed" and train.max_staleness < 2:
         raise ValueError(
             f"rollout.order = 'completed' with train.max_staleness = {train.max_staleness}: a group that waits one "
@@ -240,7 +230,7 @@ def _check_order(rollout: RolloutConfig, train: TrainConfig) -> None:
         )
 
 
-def _check_recorded_routes(train: TrainConfig) -> None:
+def check_recorded_routes(train: TrainConfig) -> None:
     if train.router_replay == "recorded" and train.mini_batches * train.epochs == 1:
         raise ValueError(
             "train.router_replay = 'recorded' has no effect with one update per step: it replays the routing at the "
@@ -249,7 +239,7 @@ def _check_recorded_routes(train: TrainConfig) -> None:
         )
 
 
-def _check_sync_time(rollout: RolloutConfig, run: RunConfig) -> None:
+def check_sync_time(rollout: RolloutConfig, run: RunConfig) -> None:
     # Other ranks wait for rank 0's sync inside a collective, so its limit must be the longer one.
     limit = 60 * run.timeout_minutes
     sync = rollout.weight_sync.timeout_seconds
@@ -261,7 +251,7 @@ def _check_sync_time(rollout: RolloutConfig, run: RunConfig) -> None:
         )
 
 
-def _check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:
+def check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:
     if reward.overlong_buffer_tokens >= rollout.max_new_tokens:
         raise ValueError(
             f"reward.overlong_buffer_tokens = {reward.overlong_buffer_tokens} must be below rollout.max_new_tokens = "
@@ -269,7 +259,7 @@ def _check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:
         )
 
 
-def _check_reward_sources(data: DataConfig, reward: RewardConfig) -> None:
+def check_reward_sources(data: DataConfig, reward: RewardConfig) -> None:
     functions = reward.functions
     known = list(data.names.values())
     for name, function in functions.items():
@@ -290,9 +280,9 @@ def _check_reward_sources(data: DataConfig, reward: RewardConfig) -> None:
             )
 
 
-def _check_sources(config: Config) -> None:
-    rollout, buffer = config.rollout, config.reward.overlong_buffer_tokens
-    for name, source in config.data.sources.items():
+def check_sources(data: DataConfig, rollout: RolloutConfig, reward: RewardConfig, agent: AgentConfig) -> None:
+    buffer = reward.overlong_buffer_tokens
+    for name, source in data.sources.items():
         section = f'data.sources."{name}"'
         # Context, memory and servers are planned for rollout.max_new_tokens.
         if source.max_new_tokens is not None and source.max_new_tokens > rollout.max_new_tokens:
@@ -306,11 +296,11 @@ def _check_sources(config: Config) -> None:
                 f"{source.max_new_tokens}, otherwise every response of this source gets a penalty"
             )
         agent_keys = [key for key in source.changed_keys() if key not in ("weight", "max_new_tokens")]
-        if agent_keys and not config.agent.is_set:
+        if agent_keys and not agent.is_set:
             raise ValueError(f"{section}.{agent_keys[0]} has no effect without [agent]; remove it")
 
 
-def _check_mini_batches(rollout: RolloutConfig, train: TrainConfig) -> None:
+def check_mini_batches(rollout: RolloutConfig, train: TrainConfig) -> None:
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     if samples % train.mini_batches:
         raise ValueError(
@@ -320,7 +310,7 @@ def _check_mini_batches(rollout: RolloutConfig, train: TrainConfig) -> None:
         )
 
 
-def _check_reference(model: ModelConfig, *, is_needed: bool) -> None:
+def check_reference(model: ModelConfig, *, is_needed: bool) -> None:
     if model.reference_path is not None and not is_needed:
         raise ValueError(
             f"model.reference_path = {model.reference_path!r} has no effect without reward.kl_coef above 0, "
@@ -328,7 +318,7 @@ def _check_reference(model: ModelConfig, *, is_needed: bool) -> None:
         )
 
 
-def _check_random_weights(model: ModelConfig, warmup: WarmupConfig, distillation: DistillationConfig) -> None:
+def check_random_weights(model: ModelConfig, warmup: WarmupConfig, distillation: DistillationConfig) -> None:
     if model.random_init and warmup.num_steps == 0 and not distillation.is_enabled:
         raise ValueError(
             "model.random_init = true starts RL from random weights, which never reach a reward. Set "
@@ -339,7 +329,7 @@ def _check_random_weights(model: ModelConfig, warmup: WarmupConfig, distillation
 # Evaluation, forks, and servers that share the trainer's GPUs.
 
 
-def _check_evaluations(evaluation: EvalConfig, data: DataConfig, checkpoint: CheckpointConfig) -> None:
+def check_evaluations(evaluation: EvalConfig, data: DataConfig, checkpoint: CheckpointConfig) -> None:
     has_prompts = data.eval is not None
     setting = "checkpoint.keep_best = true" if checkpoint.keep_best else ""
     if evaluation.stop_at_accuracy is not None:
@@ -357,7 +347,7 @@ def _check_evaluations(evaluation: EvalConfig, data: DataConfig, checkpoint: Che
         )
 
 
-def _check_eval_filters(evaluation: EvalConfig, rollout: RolloutConfig, data: DataConfig) -> None:
+def check_eval_filters(evaluation: EvalConfig, rollout: RolloutConfig, data: DataConfig) -> None:
     """Reject evaluation without top-k on a vLLM server that returns the allowed ids: it rejects every such request."""
     if data.eval is None or rollout.engine != "vllm" or not rollout.has_filters:
         return
@@ -369,7 +359,7 @@ def _check_eval_filters(evaluation: EvalConfig, rollout: RolloutConfig, data: Da
         )
 
 
-def _check_fork(checkpoint: CheckpointConfig, warmup: WarmupConfig) -> None:
+def check_fork(checkpoint: CheckpointConfig, warmup: WarmupConfig) -> None:
     source = checkpoint.fork_from
     if source is not None and warmup.num_steps:
         raise ValueError(
@@ -379,10 +369,10 @@ def _check_fork(checkpoint: CheckpointConfig, warmup: WarmupConfig) -> None:
         )
 
 
-def _check_accepted_keys(config: Config) -> None:
-    accepted = config.checkpoint.accept_changes
+def check_accepted_keys(checkpoint: CheckpointConfig, config: type[Section]) -> None:
+    accepted = checkpoint.accept_changes
     for key in [] if isinstance(accepted, bool) else accepted:
-        table: Any = type(config)
+        table: Any = config
         for part in key.split("."):
             if part not in table.known_fields():
                 raise ValueError(f"checkpoint.accept_changes names {key!r}, which is no key; expected section.key")
@@ -392,7 +382,7 @@ def _check_accepted_keys(config: Config) -> None:
                 break
 
 
-def _check_colocated(rollout: RolloutConfig, train: TrainConfig, evaluation: EvalConfig) -> None:
+def check_colocated(rollout: RolloutConfig, train: TrainConfig, evaluation: EvalConfig) -> None:
     if rollout.servers.colocated and (train.max_staleness or evaluation.overlap_training):
         raise ValueError(
             "rollout.servers.colocated = true: the servers have no GPU memory while the policy trains. Set "

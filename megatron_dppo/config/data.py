@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -82,7 +82,7 @@ class DataConfig(Section):
     apply_chat_template: bool | None = None
     """Apply the tokenizer's chat template. null applies it to chat messages and to bare problems, but not to a string
     in the column ``prompt``. true also applies it to such strings, as one user message. false never applies it."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, object] = Field(default_factory=dict)
     """Variables passed to the chat template, for example ``enable_thinking = false``."""
     system_prompt: str | None = None
     """System message added to prompts that have none. Needs a chat template. null adds none."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from difflib import SequenceMatcher, get_close_matches
 from typing import TypeGuard
 
 from pydantic.fields import FieldInfo
 
 from megatron_dppo.config.foreign_keys import FOREIGN_KEY_NAMES, FOREIGN_KEY_NOTES
-from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.loss_aliases import ALIAS_VERSIONS, LOSS_ALIASES
 from megatron_dppo.config.schema import Config
 from megatron_dppo.config.section import Section
@@ -180,33 +179,3 @@ def _entry(path: str, field: FieldInfo) -> str:
 
 def _prose(text: str) -> str:
     return " ".join(text.partition("\n\n    Example:")[0].replace("``", "").split())
-
-
-_RESOLVERS: Mapping[str, Callable[[Config, Layout], object]] = {
-    "parallel.expert_tensor_parallel_size": lambda config, layout: layout.etp,
-    "parallel.sequence_parallel": lambda config, layout: layout.sequence_parallel,
-    "parallel.overlap_p2p_comm": lambda config, layout: layout.overlap_p2p_comm,
-    "eval.max_new_tokens": lambda config, layout: config.eval_max_new_tokens,
-    "eval.overlap_training": lambda config, layout: config.evaluates_beside_training,
-    "run.hang_minutes": lambda config, layout: 0.9 * config.run.timeout_minutes,
-}
-"""Functions that compute the value in effect of a key whose default depends on other keys."""
-
-
-def resolved_defaults(config: Config, layout: Layout) -> dict[str, object]:
-    """Return the value in effect of each key that is not set and has an effect in this run.
-
-    Example: ``{"loss.divergence_threshold_low": 0.15, "parallel.sequence_parallel": False}`` and more for
-    DPPO-Binary-TV on one process.
-    """
-    unused = config.loss.unused_keys()
-    values = {
-        f"loss.{key}": value
-        for key, value in config.loss.resolved_defaults().items()
-        if key not in unused and getattr(config.loss, key) is None
-    }
-    for path, rule in _RESOLVERS.items():
-        section, _, key = path.partition(".")
-        if getattr(getattr(config, section), key) is None:
-            values[path] = rule(config, layout)
-    return values

@@ -19,7 +19,7 @@ from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.paths import read_tables, resolve_paths
 from megatron_dppo.config.schema import Config
-from megatron_dppo.config.section import TomlTable
+from megatron_dppo.config.section import Section, TomlTable
 from megatron_dppo.config.user_functions import functions_as_text
 from megatron_dppo.errors import ConfigError
 
@@ -171,7 +171,7 @@ def config_problems(values: TomlTable) -> list[str]:
     return _read_values(copy.deepcopy(values), []).problems
 
 
-def dump_toml(config: Config) -> str:
+def dump_toml(config: Section) -> str:
     """Return the resolved configuration as TOML; loading it again gives an equal ``Config``."""
     import tomli_w  # An extra: the losses need the configuration's types alone.
 

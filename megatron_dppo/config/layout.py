@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron_dppo.config.batch import BatchSizes
 from megatron_dppo.config.model import ParallelConfig
@@ -154,7 +153,7 @@ _SPLIT_FIELDS = (
 """Fields of ``model.transformer`` that split the layers unevenly over pipeline stages."""
 
 
-def layer_split(transformer: Mapping[str, object]) -> dict[str, Any]:
+def layer_split(transformer: Mapping[str, object]) -> dict[str, object]:
     """Return the fields of ``model.transformer`` that split the layers unevenly. Empty for an even split."""
     return {name: transformer[name] for name in _SPLIT_FIELDS if transformer.get(name) not in (None, False)}
 
@@ -186,7 +185,7 @@ def resolve_parallel(
     return resolve_layout(parallel, None, world_size, shape, transformer)
 
 
-def pipeline_split(num_layers: int, pp: int, vpp: int) -> dict[str, Any]:
+def pipeline_split(num_layers: int, pp: int, vpp: int) -> dict[str, object]:
     """Return the fields of ``model.transformer`` that split layers as evenly as possible over pipeline stages.
 
     They are empty if the layers divide by the stages ``pp`` times the ``vpp`` chunks of each, or are fewer.

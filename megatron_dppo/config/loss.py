@@ -67,7 +67,7 @@ class LossConfig(Section):
     mask: str | None = None
     """User function ``path/to/file.py:function`` that masks tokens in addition to the loss. It returns a bool per token
     (False masks the token) or a weight of its term. null adds no mask."""
-    mask_options: dict[str, Any] = Field(default_factory=dict)
+    mask_options: dict[str, object] = Field(default_factory=dict)
     """Keyword arguments of ``mask``, in addition to its inputs."""
     topk: int = Field(20, ge=1)
     """K: the number of the rollout's most probable tokens per position, for losses and masks that need them."""

@@ -12,15 +12,13 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard, get_args
+from typing import Any, TypeGuard, get_args
 
 from megatron_dppo.config.loss_aliases import LOSS_ALIASES, expand_alias
+from megatron_dppo.config.section import Section
 from megatron_dppo.config.user_functions import may_execute, reload_if_changed
 from megatron_dppo.errors import FunctionError
 from megatron_dppo.functions import is_function_name
-
-if TYPE_CHECKING:
-    from megatron_dppo.config.loss import LossConfig
 
 DEFAULT_LOSS = "dppo_binary_tv"
 _PACKAGE = "megatron_dppo.losses"
@@ -29,7 +27,7 @@ _NAME = re.compile(r"^    name: Literal\[", re.MULTILINE)
 
 
 @cache
-def loss_classes() -> Mapping[str, type[LossConfig]]:
+def loss_classes() -> Mapping[str, type[Section]]:
     """Return the class of each ``loss.name``, with its keys and its rule; DPPO first."""
     classes = {name: kind for kind in _classes() for name in get_args(kind.model_fields["name"].annotation)}
     # Sorting is stable: DPPO first, then the order of the files.
@@ -42,9 +40,9 @@ def loss_names() -> tuple[str, ...]:
 
 
 @cache
-def user_loss_class() -> type[LossConfig]:
+def user_loss_class() -> type[Section]:
     """Return the class for a loss that is a plain user function."""
-    kind: type[LossConfig] = import_module(f"{_PACKAGE}.user_loss").UserLoss
+    kind: type[Section] = import_module(f"{_PACKAGE}.user_loss").UserLoss
     return kind
 
 
@@ -63,7 +61,7 @@ def unknown_loss_message(name: str) -> str:
     )
 
 
-def loss_class_for(values: Mapping[str, object]) -> type[LossConfig]:
+def loss_class_for(values: Mapping[str, object]) -> type[Section]:
     """Return the class that ``name`` selects; for an unknown name that of the default loss, which rejects it."""
     name = expand_alias(dict(values)).get("name", DEFAULT_LOSS)
     if not is_loss_name(name):
@@ -71,7 +69,7 @@ def loss_class_for(values: Mapping[str, object]) -> type[LossConfig]:
     if not is_function_name(name):
         return loss_classes()[name]
     if not may_execute():
-        text_class: type[LossConfig] = import_module(f"{_PACKAGE}.user_loss").TextLoss
+        text_class: type[Section] = import_module(f"{_PACKAGE}.user_loss").TextLoss
         return text_class
     # A user's loss: either a class with keys of its own, or a plain function with the keys of UserLoss.
     try:
@@ -82,7 +80,7 @@ def loss_class_for(values: Mapping[str, object]) -> type[LossConfig]:
     return value if isinstance(value, type) and hasattr(value, "required_inputs") else user_loss_class()
 
 
-def drop_keys_of_other_losses(kind: type[LossConfig], values: Mapping[str, object]) -> dict[str, Any]:
+def drop_keys_of_other_losses(kind: type[Section], values: Mapping[str, object]) -> dict[str, Any]:
     """Return the keys without those of other losses that have their default.
 
     Recorded configurations of earlier versions have every key of every loss in one table.
@@ -90,9 +88,7 @@ def drop_keys_of_other_losses(kind: type[LossConfig], values: Mapping[str, objec
     return {key: value for key, value in values.items() if not _is_unset_key_of_another_loss(kind, key, value, values)}
 
 
-def _is_unset_key_of_another_loss(
-    kind: type[LossConfig], key: str, value: object, values: Mapping[str, object]
-) -> bool:
+def _is_unset_key_of_another_loss(kind: type[Section], key: str, value: object, values: Mapping[str, object]) -> bool:
     owners = [name for name, each in loss_classes().items() if key in each.model_fields]
     if key in user_loss_class().model_fields and not owners:
         owners = ["a user function in loss.name"]
@@ -112,7 +108,7 @@ def _join_names(names: Sequence[str]) -> str:
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _classes() -> Iterator[type[LossConfig]]:
+def _classes() -> Iterator[type[Section]]:
     """Yield the classes whose ``name`` is a literal: ``name: Literal["grpo"]``."""
     folder = import_module(_PACKAGE)
     for file in sorted(Path(folder.__path__[0]).glob("*.py")):

@@ -75,7 +75,7 @@ class ModelConfig(Section):
     """Never round the weight gradient of the output layer before it is added in fp32. GPUs never do. With bf16 weights,
     a CPU with fast bf16 products (AMX, or AMD with AVX512-BF16) rounds that of each part of the tokens to bf16 (2e-3),
     as autograd does; the product then takes about half the time."""
-    transformer: dict[str, Any] = Field(default_factory=dict)
+    transformer: dict[str, object] = Field(default_factory=dict)
     """Further fields of Megatron's TransformerConfig, by Megatron's names."""
 
     @field_validator("transformer")

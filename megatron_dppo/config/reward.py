@@ -38,7 +38,7 @@ class RewardFunctionConfig(Section):
     eval: bool = False
     """Use this function's score alone as ``eval/accuracy``. At most one function may set it; without it, the weighted
     sum is used."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     """Options of the function, as in ``reward.options``."""
     signature: Signature = "auto"
     """Signature of a user function, as in ``reward.signature``."""
@@ -68,7 +68,7 @@ class RewardConfig(Section):
     agent_parts: dict[str, float] = Field(default_factory=dict)
     """Weights of the parts in which ``[agent]`` gives its rewards, by name (docs/agents.md). The reward is their
     weighted sum. Empty: an agent gives one number."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, object] = Field(default_factory=dict)
     """Options of a built-in function, or keyword arguments of a user function."""
     signature: Signature = "auto"
     """Signature of a user function. ``auto`` recognizes it by the names of its parameters."""

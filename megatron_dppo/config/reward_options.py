@@ -110,7 +110,7 @@ class JudgeOptions(ServerOptions):
     """Sampling temperature of the judge."""
     max_tokens: int = Field(1024, ge=1)
     """Maximum length of a reply in tokens."""
-    extra_body: dict[str, Any] = Field(default_factory=dict)
+    extra_body: dict[str, object] = Field(default_factory=dict)
     """Further keys of the request, such as ``chat_template_kwargs``."""
 
     @model_validator(mode="after")

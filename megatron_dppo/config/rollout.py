@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -28,7 +28,7 @@ class AgentConfig(Section):
     with the id of a taskset. ``megatron-dppo tasks`` writes its tasks as data. null uses none."""
     environment_python: str | None = None
     """Python interpreter of an environment in which verifiers and the taskset are installed."""
-    environment_options: dict[str, Any] = Field(default_factory=dict)
+    environment_options: dict[str, object] = Field(default_factory=dict)
     """Further fields of the environment's configuration, such as ``{agent = {harness = {id = "null"}}}``. Its agents
     run in ``{type = "subprocess"}`` unless you set their ``runtime``."""
     untrained_agents: list[str] = Field(default_factory=list)
@@ -144,7 +144,8 @@ class AgentConfig(Section):
                 f"agent.reward = {self.reward!r} with agent.environment: an environment gives its own reward. Set "
                 "'environment', or 'function' for that of [reward]"
             )
-        if "id" in self.environment_options.get("taskset", {}):
+        taskset = self.environment_options.get("taskset")
+        if isinstance(taskset, dict) and "id" in taskset:
             raise ValueError("agent.environment_options has 'taskset.id', which agent.environment names; remove it")
         return self
 
@@ -258,9 +259,9 @@ class RolloutConfig(Section):
     over HTTP."""
     servers: ServersConfig = ServersConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
-    sglang: dict[str, Any] = Field(default_factory=dict)
+    sglang: dict[str, object] = Field(default_factory=dict)
     """Arguments of each SGLang server that ``megatron-dppo serve`` starts, for example ``tp-size = 2``."""
-    vllm: dict[str, Any] = Field(default_factory=dict)
+    vllm: dict[str, object] = Field(default_factory=dict)
     """Arguments of each vLLM server that ``megatron-dppo serve`` starts, for example ``tensor-parallel-size = 2``."""
     perturbation: PerturbationConfig = PerturbationConfig()
     prompts_per_step: int = Field(gt=0)

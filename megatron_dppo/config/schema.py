@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from megatron_dppo.config import checks, signal_checks
 from megatron_dppo.config.batch import BatchSizes
-from megatron_dppo.config.checks import check_sections
 from megatron_dppo.config.data import DataConfig, EvalConfig
 from megatron_dppo.config.distillation import DistillationConfig
 from megatron_dppo.config.loss import AnyLoss, LossConfig
@@ -80,5 +80,41 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Config:
-        check_sections(self)
+        checks.check_optimizer("optimizer", self.optimizer, self.model, self.parallel)
+        checks.check_optimizer("warmup.optimizer", self.warmup.optimizer, self.model, self.parallel)
+        if self.train.router_replay_weights:
+            checks.check_router_weights(self.train.router_replay, self.rollout.engine, self.model.transformer)
+        checks.check_adapter_sync(self.rollout, self.lora, self.model)
+        checks.check_lora(self.lora, self.warmup, self.model)
+        self._check_signal()
+        checks.check_batch_invariant(
+            self.rollout, self.parallel, self.train, model=self.model, agent=self.agent, evaluation=self.eval
+        )
+        if not self.loss.has_text:
+            checks.check_recomputed_logprobs(self.loss, self.rollout, self.train)
+        checks.check_order(self.rollout, self.train)
+        checks.check_recorded_routes(self.train)
+        checks.check_sync_time(self.rollout, self.run)
+        checks.check_overlong(self.reward, self.rollout)
+        checks.check_reward_sources(self.data, self.reward)
+        checks.check_sources(self.data, self.rollout, self.reward, self.agent)
+        checks.check_mini_batches(self.rollout, self.train)
+        checks.check_reference(self.model, is_needed=self.needs_reference or self.loss.has_text)
+        checks.check_random_weights(self.model, self.warmup, self.distillation)
+        checks.check_evaluations(self.eval, self.data, self.checkpoint)
+        checks.check_eval_filters(self.eval, self.rollout, self.data)
+        checks.check_fork(self.checkpoint, self.warmup)
+        checks.check_accepted_keys(self.checkpoint, type(self))
+        checks.check_colocated(self.rollout, self.train, self.eval)
         return self
+
+    def _check_signal(self) -> None:
+        """Check the sections that give the training signal."""
+        signal_checks.check_any_signal(self.distillation, self.reward)
+        signal_checks.check_distillation(self.distillation, self.rollout, self.model)
+        signal_checks.check_agent(self.agent, self.rollout, self.data)
+        signal_checks.check_credit(self.agent, self.train, self.reward)
+        signal_checks.check_agent_parts(self.agent, self.reward)
+        signal_checks.check_reward_parts(self.reward, self.train, self.rollout, self.agent)
+        signal_checks.check_greedy_baseline(self.reward, self.train)
+        signal_checks.check_layer_noise(self.loss, self.train)

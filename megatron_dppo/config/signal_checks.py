@@ -1,11 +1,13 @@
 """Checks of the training signal across sections: rewards, advantages, a teacher, an agent.
 
-``check_signal`` lists them in the order in which problems are reported; the functions below follow that order.
+``Config`` calls them in the order in which problems are reported; the functions below follow that order. Each raises
+a ValueError whose text names the change that fixes it.
 """
 
-from __future__ import annotations
+# Every function raises as the docstring above says, for what its name says.
+# ruff: noqa: D103
 
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
 from megatron_dppo.config.data import DataConfig
 from megatron_dppo.config.distillation import DistillationConfig
@@ -16,23 +18,8 @@ from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.functions import is_function_name
 
-if TYPE_CHECKING:
-    from megatron_dppo.config.schema import Config
 
-
-def check_signal(config: Config) -> None:
-    """Check that the sections that give the training signal are compatible."""
-    _check_any_signal(config.distillation, config.reward)
-    _check_distillation(config.distillation, config.rollout, config.model)
-    _check_agent(config.agent, config.rollout, config.data)
-    _check_credit(config.agent, config.train, config.reward)
-    _check_agent_parts(config.agent, config.reward)
-    _check_reward_parts(config)
-    _check_greedy_baseline(config.reward, config.train)
-    _check_layer_noise(config.loss, config.train)
-
-
-def _check_any_signal(distillation: DistillationConfig, reward: RewardConfig) -> None:
+def check_any_signal(distillation: DistillationConfig, reward: RewardConfig) -> None:
     if reward.function == "none" and not distillation.is_enabled:
         raise ValueError(
             "reward.function = 'none' without distillation.teacher_path: there is no training signal. Set a reward "
@@ -40,7 +27,7 @@ def _check_any_signal(distillation: DistillationConfig, reward: RewardConfig) ->
         )
 
 
-def _check_distillation(distillation: DistillationConfig, rollout: RolloutConfig, model: ModelConfig) -> None:
+def check_distillation(distillation: DistillationConfig, rollout: RolloutConfig, model: ModelConfig) -> None:
     if not distillation.is_enabled:
         return
     if rollout.dynamic_sampling and not distillation.task_reward:
@@ -74,7 +61,7 @@ def _check_distillation(distillation: DistillationConfig, rollout: RolloutConfig
             )
 
 
-def _check_agent(agent: AgentConfig, rollout: RolloutConfig, data: DataConfig) -> None:
+def check_agent(agent: AgentConfig, rollout: RolloutConfig, data: DataConfig) -> None:
     if not agent.is_set:
         return
     if rollout.generate is not None:
@@ -94,7 +81,7 @@ def _check_agent(agent: AgentConfig, rollout: RolloutConfig, data: DataConfig) -
             )
 
 
-def _check_credit(agent: AgentConfig, train: TrainConfig, reward: RewardConfig) -> None:
+def check_credit(agent: AgentConfig, train: TrainConfig, reward: RewardConfig) -> None:
     if agent.credit == "episode":
         return
     setting = f"agent.credit = {agent.credit!r}"
@@ -120,7 +107,7 @@ def _check_credit(agent: AgentConfig, train: TrainConfig, reward: RewardConfig) 
         )
 
 
-def _check_agent_parts(agent: AgentConfig, reward: RewardConfig) -> None:
+def check_agent_parts(agent: AgentConfig, reward: RewardConfig) -> None:
     if not reward.agent_parts:
         return
     if not agent.is_set or agent.reward == "function":
@@ -141,36 +128,36 @@ def _check_agent_parts(agent: AgentConfig, reward: RewardConfig) -> None:
         )
 
 
-def _check_reward_parts(config: Config) -> None:
-    if config.train.advantage != "gdpo":
+def check_reward_parts(reward: RewardConfig, train: TrainConfig, rollout: RolloutConfig, agent: AgentConfig) -> None:
+    if train.advantage != "gdpo":
         return
     setting = "train.advantage = 'gdpo'"
-    if len(parts := list(config.reward.part_weights)) < 2:
+    if len(parts := list(reward.part_weights)) < 2:
         raise ValueError(
             f"{setting} normalizes each part of a reward, but {parts[0]!r} is the only one. Set several "
             "[reward.functions.NAME] with a weight, reward.format or reward.overlong_buffer_tokens, or of an agent "
             "reward.agent_parts, or use 'std'"
         )
-    if limited := [name for name, function in config.reward.functions.items() if function.sources]:
+    if limited := [name for name, function in reward.functions.items() if function.sources]:
         raise ValueError(
             f"{setting} with reward.functions.{limited[0]}.sources: a part of a reward is normalized over all sources. "
             "Remove sources, or use 'std' or 'mean'"
         )
-    if config.rollout.generate is not None:
+    if rollout.generate is not None:
         raise ValueError(f"{setting} with rollout.generate, which may give rewards without parts. Use 'std' or 'mean'")
-    if config.agent.is_set and config.agent.reward != "function" and not config.reward.agent_parts:
+    if agent.is_set and agent.reward != "function" and not reward.agent_parts:
         raise ValueError(
-            f"{setting} with agent.reward = {config.agent.reward!r}: the agent gives rewards without parts. Set "
+            f"{setting} with agent.reward = {agent.reward!r}: the agent gives rewards without parts. Set "
             "reward.agent_parts = {NAME = WEIGHT, ...} and let it give them by name, or use 'std' or 'mean'"
         )
-    if config.reward.kl_coef:
+    if reward.kl_coef:
         raise ValueError(
-            f"{setting} with reward.kl_coef = {config.reward.kl_coef}: the penalty is part of no reward function. Use "
+            f"{setting} with reward.kl_coef = {reward.kl_coef}: the penalty is part of no reward function. Use "
             "loss.kl_coef for a penalty in the loss"
         )
 
 
-def _check_greedy_baseline(reward: RewardConfig, train: TrainConfig) -> None:
+def check_greedy_baseline(reward: RewardConfig, train: TrainConfig) -> None:
     if train.advantage != "remax":
         return
     if reward.kl_coef:
@@ -180,7 +167,7 @@ def _check_greedy_baseline(reward: RewardConfig, train: TrainConfig) -> None:
         )
 
 
-def _check_layer_noise(loss: LossConfig, train: TrainConfig) -> None:
+def check_layer_noise(loss: LossConfig, train: TrainConfig) -> None:
     statistics = loss.update_statistics()
     if statistics and train.layer_noise.std:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -96,7 +96,7 @@ class TrainConfig(Section):
     advantage_normalization: Literal["none", "batch"] = "none"
     """``batch`` normalizes advantages over all tokens of the step: minus their mean, divided by their standard
     deviation. With ``advantage = "none"`` this is REINFORCE++, with ``mean`` its variant with a baseline."""
-    advantage_options: dict[str, Any] = Field(default_factory=dict)
+    advantage_options: dict[str, object] = Field(default_factory=dict)
     """Keyword arguments of a user function in ``advantage``, in addition to rewards and their validity."""
     mask_truncated: bool = False
     """Exclude responses that were truncated at ``rollout.max_new_tokens`` from the loss (overlong filtering)."""

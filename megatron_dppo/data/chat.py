@@ -13,6 +13,7 @@ from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.tokenizer_trial import try_tokenizer
 from megatron_dppo.errors import CheckpointError, DataError
 from megatron_dppo.files import require_regular_files
+from megatron_dppo.types.model_folder import Tokenizer
 from megatron_dppo_conversations.chat_template import apply_chat_template, prints_tools, template_problem
 from megatron_dppo_conversations.messages import Messages
 from megatron_dppo_conversations.rules import TOOL_COLUMNS
@@ -47,7 +48,7 @@ class ChatOptions:
     now: datetime = field(default_factory=datetime.now)
     """Date and time that the template sees (``strftime_now``). A run gives that of its first start."""
 
-    def check(self, tokenizer: Any) -> None:
+    def check(self, tokenizer: Tokenizer) -> None:
         """Check that the template has all variables of ``template_kwargs``, and no random part."""
         if draws := _RANDOM.search(str(tokenizer.chat_template or "")):
             raise DataError(
@@ -63,7 +64,7 @@ class ChatOptions:
                     "spelling, or remove it"
                 )
 
-    def render(self, row: DataRow, tokenizer: Any, *, writes_tools: bool = True) -> tuple[str, bool]:
+    def render(self, row: DataRow, tokenizer: Tokenizer, *, writes_tools: bool = True) -> tuple[str, bool]:
         """Return the text of a row, and True if the template made it. It then includes the special tokens."""
         tools = row.tools() if writes_tools else []
         if self._needs_template(row, tokenizer):
@@ -83,12 +84,12 @@ class ChatOptions:
             raise DataError(_unprinted(row, "the prompt is a plain string, to which no chat template is applied"))
         return row.prompt, False
 
-    def _needs_template(self, row: DataRow, tokenizer: Any) -> bool:
+    def _needs_template(self, row: DataRow, tokenizer: Tokenizer) -> bool:
         if self.apply is not None:
             return self.apply
         return isinstance(row.prompt, list) or (row.is_problem and bool(tokenizer.chat_template))
 
-    def _apply_template(self, row: DataRow, tokenizer: Any, tools: list[dict[str, Any]]) -> str:
+    def _apply_template(self, row: DataRow, tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> str:
         if not tokenizer.chat_template:
             reason = "the prompt is a list of messages" if self.apply is None else "data.apply_chat_template = true"
             raise DataError(
@@ -154,7 +155,7 @@ def _continue_answer(text: str, begun: str) -> str:
     return text + begun
 
 
-def load_tokenizer(path: str | Path) -> Any:
+def load_tokenizer(path: str | Path) -> Tokenizer:
     """Return the transformers tokenizer of a folder, from local files and without remote code."""
     from transformers import AutoTokenizer
 
@@ -183,7 +184,7 @@ def load_tokenizer(path: str | Path) -> Any:
     return tokenizer
 
 
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """Return the text of each token by itself. The first token of a word keeps its leading space."""
     if not ids:
         return []

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_dppo.errors import DataError
+from megatron_dppo.types.stored_record import StoredRecord
 
 _MAX_DEPTH = 64
 """Levels of nesting; rows are pickled to the reward workers, which recurses."""
 
 
-def parse_object(location: str, line: bytes, *, non_finite: bool = False) -> dict[str, Any]:
+def parse_object(location: str, line: bytes, *, non_finite: bool = False) -> StoredRecord:
     """Parse one line of a JSONL file. ``non_finite`` takes NaN and infinities, as Python writes them."""
     record = _parse(location, line, non_finite=non_finite)
     if not isinstance(record, dict):
@@ -72,7 +73,7 @@ def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def check_values(location: str, record: Mapping[str, Any]) -> None:
+def check_values(location: str, record: Mapping[str, object]) -> None:
     """Refuse text that has no UTF-8 form and nesting without end, anywhere in a row."""
     for column, value in record.items():
         _check_text(location, column, column)

@@ -136,7 +136,12 @@ def _foreign_format(start: bytes) -> str:
     return next((f"is {name}, not a JSONL, JSON or Parquet file; unpack or convert it" for name in names), "")
 
 
-def parquet_rows(file: Path, batch_rows: int = _BATCH_ROWS) -> Iterator[dict[str, Any]]:
+def _read_parquet(file: Path, name: str) -> Iterator[Record]:
+    for number, record in enumerate(parquet_rows(file), start=1):
+        yield f"{name}:{number}", record
+
+
+def parquet_rows(file: Path, batch_rows: int = _BATCH_ROWS) -> Iterator[dict[str, object]]:
     """Yield the rows of a Parquet file."""
     parquet = _optional("pyarrow.parquet", f"{file} is a Parquet file")
     arrow_error = import_module("pyarrow").ArrowException

@@ -12,6 +12,7 @@ from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.errors import DataError
 from megatron_dppo.source_names import TASK
 from megatron_dppo.types import TrainingSample
+from megatron_dppo.types.model_folder import Tokenizer
 from megatron_dppo_conversations.messages import media_problem
 
 Pairs = PackedList[tuple[str, str, str]]
@@ -28,7 +29,13 @@ class SupervisedDataset:
     """
 
     def __init__(
-        self, source: str, tokenizer: Any, seed: int, pairs: Pairs | None = None, *, name: str | None = None
+        self,
+        source: str,
+        tokenizer: Tokenizer | None,
+        seed: int,
+        pairs: Pairs | None = None,
+        *,
+        name: str | None = None,
     ) -> None:
         self._tokenizer, self._seed = tokenizer, seed
         self._cache: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
@@ -77,6 +84,7 @@ class SupervisedDataset:
 
     def _ids(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
         """Return the tokens of prompt and response, including the end-of-sequence token."""
+        assert self._tokenizer is not None
         response_ids = self._tokenizer(response, add_special_tokens=False).input_ids
         return self._tokenizer(prompt).input_ids, [*response_ids, self._tokenizer.eos_token_id]
 

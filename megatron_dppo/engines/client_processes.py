@@ -116,11 +116,12 @@ class _Process:
         if (failure := message.get("error")) is not None:
             future.set_exception(_rebuild_error(**failure))
             return
+        fields: dict[str, Any] = response_from_tensors(columns)
         generation = Generation(
             finish_reason=FinishReason(message["finish_reason"]),
             versions=tuple(VersionSpan(*span) for span in message["versions"]),
             ranks=RankSums(**message["ranks"]),
-            **response_from_tensors(columns),
+            **fields,
         )
         future.set_result(generation)
 

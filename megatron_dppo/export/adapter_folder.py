@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -89,7 +88,7 @@ def copy_to_cpu(adapters: WeightStream) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in adapters}
 
 
-def adapter_config(lora: LoraConfig, base: str) -> dict[str, Any]:
+def adapter_config(lora: LoraConfig, base: str) -> dict[str, object]:
     """Return PEFT's ``LoraConfig`` as JSON; missing keys have PEFT's defaults."""
     alpha = lora.scale * lora.rank
     return {
@@ -107,7 +106,7 @@ def adapter_config(lora: LoraConfig, base: str) -> dict[str, Any]:
     }
 
 
-def write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+def write_adapter(target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> None:
     """Write the two files and sync them to disk."""
     partial = target.with_name(target.name + ".partial")
     with disk_errors(target, _WHAT):

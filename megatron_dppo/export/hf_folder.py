@@ -44,7 +44,7 @@ def save_hf_folder(
     weights: WeightStream,
     dtype: torch.dtype | None,
     *,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, object] | None = None,
     group: dist.ProcessGroup | None = None,
     max_shard_bytes: int = 5 * 2**30,
     quantization: Quantization | None = None,
@@ -165,7 +165,9 @@ def _write_config(
             # Not the index of the source's weights: ``write_index`` makes the one of the new files.
             if file.is_file() and file.suffix in COPIED and "safetensors" not in file.name:
                 shutil.copyfile(file, partial / file.name)
-        written = with_served_keys(json.loads((partial / "config.json").read_text()) if config is None else config)
+        written: dict[str, Any] = with_served_keys(
+            json.loads((partial / "config.json").read_text()) if config is None else config
+        )
         # Weights in MXFP4 were read as bf16.
         if (written.get("quantization_config") or {}).get("quant_method") == "mxfp4":
             del written["quantization_config"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
 
 from megatron_dppo.errors import ConfigError
 
@@ -25,7 +25,7 @@ def installed(group: str) -> dict[str, EntryPoint]:
     return result
 
 
-def load(point: EntryPoint) -> Any:
+def load(point: EntryPoint) -> Callable[..., object]:
     """Import what an entry point names."""
     try:
         return point.load()
@@ -36,7 +36,7 @@ def load(point: EntryPoint) -> Any:
         ) from error
 
 
-def load_only(group: str, name: str, setting: str) -> Any:
+def load_only(group: str, name: str, setting: str) -> Callable[..., object]:
     """Import what the entry point ``name`` of a group names, which ``setting`` needs."""
     points = installed(group)
     if name not in points:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from megatron_dppo.hf.families.rules import OUTPUT, rename
 from megatron_dppo.hf.weight_files import DTYPES, FolderWeights, check_tied_output
 from megatron_dppo.types import RoutingShape
 from megatron_dppo.types.model_folder import HfConfig, Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WeightStream = Iterable[tuple[str, Tensor]]
 Weights = Iterator[tuple[str, Tensor]]
@@ -111,9 +114,9 @@ def _language_model(hf_config: HfConfig) -> HfConfig:
     return text_config
 
 
-def with_served_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_served_keys(values: Mapping[str, object]) -> dict[str, object]:
     """Return the content of a config.json with the keys that servers need and transformers does not write."""
-    model_type = values.get("model_type", "")
+    model_type = str(values.get("model_type", ""))
     family = FAMILIES.get(ALIASES.get(model_type, model_type))
     return {**({} if family is None else family.served_keys(values)), **values}
 
@@ -223,7 +226,7 @@ def preload_models() -> None:
     import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
 
 
-def build_hf_model(hf_config: HfConfig, dtype: torch.dtype, seed: int | None = None) -> Any:
+def build_hf_model(hf_config: HfConfig, dtype: torch.dtype, seed: int | None = None) -> PreTrainedModel:
     """Return a transformers causal language model with random weights. ``seed`` makes them reproducible.
 
     The norms of latents have the configuration's ``rms_norm_eps``, as in Megatron, SGLang and vLLM. transformers always
@@ -253,7 +256,7 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(_FP32_SUFFIXES) else dtype
 
 
-def stream_model(model: Any) -> Weights:
+def stream_model(model: PreTrainedModel) -> Weights:
     """Stream the weights of a transformers model by on-disk name, one for each expert, without tied output weights."""
     family = get_family(model.config)
     tied = bool(model.config.tie_word_embeddings)
@@ -285,7 +288,7 @@ def adapter_sizes(shapes: Mapping[str, Sequence[int]], lora: LoraConfig) -> dict
 
 
 @torch.no_grad()
-def copy_into_model(model: Any, weights: WeightStream) -> None:
+def copy_into_model(model: PreTrainedModel, weights: WeightStream) -> None:
     """Copy a stream of weights into a transformers model, in its dtype."""
     targets = {**dict(model.named_parameters()), **router_biases(model)}
     # Elements and not names: experts arrive one by one in a tensor that holds all of them.
@@ -307,7 +310,7 @@ def copy_into_model(model: Any, weights: WeightStream) -> None:
         raise CheckpointError(f"Missing weights: {missing[:5]} ({len(missing)} parameters in all).")
 
 
-def router_biases(model: Any) -> dict[str, Tensor]:
+def router_biases(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the router biases of a transformers model by name; they are buffers, not parameters."""
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith(_ROUTER_BIAS)}
 

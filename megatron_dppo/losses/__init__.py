@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         with_value,
     )
     from megatron_dppo.losses.divergence import binary_kl, binary_tv, topk_kl, topk_sums, topk_tv
-    from megatron_dppo.losses.dppo import divergence_keep_mask, dppo_loss
     from megatron_dppo.losses.example import show
     from megatron_dppo.losses.loss_metrics import with_cosines
     from megatron_dppo.losses.mismatch import mismatch_keep_mask, mismatch_log_ratio

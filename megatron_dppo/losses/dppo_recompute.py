@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_dppo import losses
-from megatron_dppo.losses.dppo import DPPOConfig
+from megatron_dppo.losses.dppo import DPPOConfig, divergence_keep_mask
 
 if TYPE_CHECKING:
     from megatron_dppo.losses import Decision, Tokens
@@ -40,6 +40,6 @@ class RecomputeDPPO(DPPOConfig):
         """Mask tokens that are further than the threshold from pi' and would move further away."""
         measure = losses.binary_kl if self.kind == "kl" else losses.binary_tv
         divergence = measure(tokens.logprobs, tokens.recomputed)
-        keep = losses.divergence_keep_mask(divergence, tokens.recomputed_log_ratio, tokens.advantages, *self.thresholds)
+        keep = divergence_keep_mask(divergence, tokens.recomputed_log_ratio, tokens.advantages, *self.thresholds)
         # Only the mask is anchored on pi'. The weight stays pi / mu.
         return losses.weigh_by_ratio(tokens, divergence, keep)

@@ -28,6 +28,7 @@ from torch import Tensor
 from megatron_dppo.config.train import LayerNoiseConfig
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.types import MicroBatch
+from megatron_dppo.types.stored_record import StoredRecord
 from megatron_dppo_megatron_cpu.context import ContextShard
 
 
@@ -168,12 +169,12 @@ class LayerNoise:
             self._adam.step()
         return {"layer_noise": float(std.mean()), "layer_noise_max": float(std.max())}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Return the state for a checkpoint, as JSON values."""
         adam = self._adam.state.get(self.log_std, {})
         return {"log_std": self.log_std.tolist(), "adam": {key: value.tolist() for key, value in adam.items()}}
 
-    def load(self, state: dict[str, Any] | None) -> None:
+    def load(self, state: StoredRecord | None) -> None:
         """Restore the result of ``state``. None, or a state of other layers, keeps the initial values."""
         if state is None or len(state["log_std"]) != len(self._layers):
             return

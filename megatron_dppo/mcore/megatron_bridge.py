@@ -45,7 +45,7 @@ _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Megatron's parameters with padded vocabulary entries, which Megatron Bridge exports."""
 
 
-def provider_config(hf_config: HfConfig, model: ModelConfig, layout: Layout, platform: Platform) -> Any:
+def provider_config(hf_config: HfConfig, model: ModelConfig, layout: Layout, platform: Platform) -> object:
     """Return Megatron Bridge's provider of a model, a TransformerConfig, with this run's settings."""
     has_te = platform.is_cuda and has_transformer_engine()
     if not has_te and hf_config.model_type not in FAMILIES:

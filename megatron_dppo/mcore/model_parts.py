@@ -51,7 +51,7 @@ class ModelParts:
     bridge: Bridge | ProvidedWeights
     lora: Lora | None
     """Adapters, which are then the only trained weights. None trains all weights."""
-    reference: Callable[[], AbstractContextManager[Any]] | None
+    reference: Callable[[], AbstractContextManager[object]] | None
     """Swaps the reference policy into the model for a ``with`` block. None without one."""
     head: OutputHead
     row_tile: int

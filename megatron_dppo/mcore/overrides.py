@@ -69,7 +69,7 @@ _OWNED = {
 _PLAIN = ("bool", "int", "float", "str", "dict", "list", "tuple")
 
 
-def checked_overrides(overrides: dict[str, Any], *, router_replay: bool) -> dict[str, Any]:
+def checked_overrides(overrides: dict[str, object], *, router_replay: bool) -> dict[str, object]:
     """``model.transformer``, if TransformerConfig has every key of it, with such values, and none is set elsewhere."""
     problems = ErrorCollector()
     if router_replay:

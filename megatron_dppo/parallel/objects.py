@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+Need = TypeVar("Need", bound=Hashable)
 
 
 def is_leader(group: ProcessGroup | None) -> bool:
@@ -40,7 +41,7 @@ def broadcast_object(make: Callable[[], T], group: ProcessGroup | None) -> T:
 
 
 def scatter_object(
-    make: Callable[[], T], group: ProcessGroup | None, needs: Sequence[Hashable], part: Callable[[T, Any], T]
+    make: Callable[[], T], group: ProcessGroup | None, needs: Sequence[Need], part: Callable[[T, Need], T]
 ) -> T:
     """Call ``make`` on the first rank of the group, which keeps the value, and send each other rank its part.
 

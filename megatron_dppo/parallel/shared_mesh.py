@@ -38,7 +38,7 @@ class _Options(NamedTuple):
     tag: MessageTag
 
 
-def new_shared_mesh_group(ranks: Sequence[int], world: ProcessGroup, tag: MessageTag) -> Any:
+def new_shared_mesh_group(ranks: Sequence[int], world: ProcessGroup, tag: MessageTag) -> ProcessGroup:
     """Create a group that uses the connections of ``world``; all ranks must call it in the same order.
 
     It has the timeout of ``world``. Another thread may use it than ``world`` and groups with other tags. Returns

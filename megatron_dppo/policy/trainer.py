@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from megatron_dppo.mcore.checkpoint.save_load import (
     save_checkpoint,
 )
 from megatron_dppo.mcore.forward import forward_backward, forward_hidden_states, forward_logprobs
-from megatron_dppo.mcore.head import OutputHead
+from megatron_dppo.mcore.head import OutputHead, TokenLogprobs
 from megatron_dppo.mcore.host_memory import DeviceState
 from megatron_dppo.mcore.layer_noise import LayerNoise
 from megatron_dppo.mcore.model import LoadBalancingLosses
@@ -37,6 +37,9 @@ from megatron_dppo.mcore.row import MicroBatchRow, RowRecord
 from megatron_dppo.policy.packed import PackedBatch, Packer, attention_length
 from megatron_dppo.report.metrics import reduce_metrics
 from megatron_dppo.types import MicroBatch, StepResult, TrainingSample
+from megatron_dppo.types.stored_record import StoredRecord
+
+ReadingT = TypeVar("ReadingT")
 
 
 class PolicyTrainer:
@@ -232,9 +235,17 @@ class PolicyTrainer:
         self,
         batches: Sequence[MicroBatch],
         mode: Literal["record", "replay"] | None = None,
-        read: Callable[[OutputHead, Tensor, MicroBatchRow], Any] = OutputHead.token_logprobs,
-    ) -> tuple[list[Any], list[Tensor]]:
-        """Return the log-probabilities that an engine's responses are compared with, and the routes ``[T, L, k]``.
+    ) -> tuple[list[TokenLogprobs], list[Tensor]]:
+        """Return the log-probabilities that an engine's responses are compared with; see ``read_rows``."""
+        return self.read_rows(batches, OutputHead.token_logprobs, mode)
+
+    def read_rows(
+        self,
+        batches: Sequence[MicroBatch],
+        read: Callable[[OutputHead, Tensor, MicroBatchRow], ReadingT],
+        mode: Literal["record", "replay"] | None = None,
+    ) -> tuple[list[ReadingT], list[Tensor]]:
+        """Return what a function computes of each row of the current weights, and the routes ``[T, L, k]``.
 
         There is one result of ``read`` for each micro-batch, on the last pipeline stage only. The mode ``record`` also
         returns the live routers' choices in this stage's layers, ``replay`` uses the routes of the micro-batches, None
@@ -295,7 +306,7 @@ class PolicyTrainer:
         self,
         folder: Path,
         step: int,
-        state: dict[str, Any],
+        state: Mapping[str, object],
         keep: int,
         best: int | None = None,
         *,
@@ -324,7 +335,7 @@ class PolicyTrainer:
         """Check that ``save`` will work, without writing. See ``check_can_save`` of ``mcore.checkpoint.save_load``."""
         check_can_save(self.models, self.optimizer)
 
-    def load(self, checkpoint: Path, *, same_layout: bool = True) -> dict[str, Any]:
+    def load(self, checkpoint: Path, *, same_layout: bool = True) -> StoredRecord:
         """Restore a checkpoint and return the state that the caller saved.
 
         Random states exist once per rank: another layout than that of the checkpoint cannot restore them.

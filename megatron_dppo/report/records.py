@@ -186,7 +186,7 @@ def before_after_table(folder: Path, eval_score_name: str = "accuracy") -> str:
     return "\n".join(lines)
 
 
-def compare_responses(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
+def compare_responses(before: Sequence[Mapping[str, object]], after: Sequence[Mapping[str, object]]) -> str:
     """Return the responses to the same held-out problems before and after training, as text."""
     lines = []
     for old, new in zip(before, after, strict=False):
@@ -196,9 +196,9 @@ def compare_responses(before: Sequence[Mapping[str, Any]], after: Sequence[Mappi
     return "\n".join(lines)
 
 
-def _one_line(text: str) -> str:
+def _one_line(text: object) -> str:
     """Return the end of a text, where a prompt has its question and a response its answer."""
-    words = " ".join(text.split())
+    words = " ".join(str(text).split())
     return words if len(words) <= _MAX_CHARACTERS else f"... {words[-_MAX_CHARACTERS:]}"
 
 

@@ -31,13 +31,13 @@ class RewardItem:
     """Response without special tokens."""
     label: str
     """Reference answer."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, object] = field(default_factory=dict)
     """Other columns of the data row, and ``finish_reason`` (``stop`` or ``length``)."""
     source: str = ""
     """Name of the row's source, as in ``[data.sources]``."""
     token_ids: Sequence[int] = ()
     """Tokens of the response, including the end-of-sequence token. Shape [R]."""
-    messages: Sequence[Mapping[str, Any]] | None = None
+    messages: Sequence[Mapping[str, object]] | None = None
     """Chat messages of the prompt. None if the row has a plain string."""
     max_new_tokens: int | None = None
     """Limit of the response in tokens, if its source has one. None: that of the run."""
@@ -119,7 +119,7 @@ class SlimeSample:
     prompt: str
     response: str
     label: str
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
     response_length: int
     """Length in tokens."""
     status: Status
@@ -133,7 +133,7 @@ MAX_PARTS = 256
 """Named parts of one reward, and of all rewards of a step: each is a metric of every step."""
 
 
-def read_reward(value: Any) -> tuple[float, dict[str, float]]:
+def read_reward(value: object) -> tuple[float, dict[str, float]]:
     """Return the score and the named parts (none for a plain number).
 
     Parts that are not numbers are dropped: verl's functions also return the extracted answer.
@@ -212,7 +212,7 @@ def _is_of_user(filename: str) -> bool:
     return file.is_file() and not any(file.is_relative_to(folder) for folder in _LIBRARY_FOLDERS)
 
 
-def short_repr(value: Any) -> str:
+def short_repr(value: object) -> str:
     """Return a short ``repr``, even if the object's own raises."""
     try:
         return _plain(reprlib.repr(value))

@@ -41,7 +41,8 @@ class RewardModel:
         if self._tokenizer is None:
             return item.prompt + completion
         messages = item.messages or ({"role": "user", "content": item.prompt},)
-        chat = [*(dict(message) for message in messages), {"role": "assistant", "content": completion}]
+        answer = {"role": "assistant", "content": completion}
+        chat = [*(dict(message) for message in messages), answer]
         return apply_chat_template(self._tokenizer, chat, self._now, tokenize=True)
 
     async def _send(self, questions: Sequence[_Question]) -> list[list[float]]:

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from megatron_dppo.types.model_folder import Tokenizer
 from megatron_dppo_answers.thinking import THINKING_TAGS
 from megatron_dppo_conversations.formats import choose_format
 
 _TAGS = frozenset(tag for pair in THINKING_TAGS for tag in pair) | {"<tool_call>", "</tool_call>"}
-_special_ids: WeakKeyDictionary[Any, dict[frozenset[str], tuple[frozenset[int], frozenset[int]]]] = WeakKeyDictionary()
+_special_ids: WeakKeyDictionary[Tokenizer, dict[frozenset[str], tuple[frozenset[int], frozenset[int]]]] = (
+    WeakKeyDictionary()
+)
 """Ids of the special tokens of a tokenizer that leave the text, and of those that stay in it, by the kept tokens."""
 
 
-def decode_response(tokenizer: Any, token_ids: Sequence[int]) -> str:
+def decode_response(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """Return the text of a response as rewards, judges and user functions read it.
 
     The model's chat template says in which format it is. Channels become thoughts between tags and the answer behind
@@ -24,7 +27,7 @@ def decode_response(tokenizer: Any, token_ids: Sequence[int]) -> str:
     return response_format.answer_text(decode_tokens(tokenizer, token_ids, response_format.text_tokens))
 
 
-def decode_tokens(tokenizer: Any, token_ids: Sequence[int], text_tokens: frozenset[str] = frozenset()) -> str:
+def decode_tokens(tokenizer: Tokenizer, token_ids: Sequence[int], text_tokens: frozenset[str] = frozenset()) -> str:
     """Return the text of tokens without special tokens.
 
     Tags of thoughts and tool calls stay, although some tokenizers list them as special tokens: without them a reward

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
 
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.config.section import Section
@@ -14,6 +13,7 @@ from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.rollout.pending import PromptSlot
 from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.types import Prompt
+from megatron_dppo.types.stored_record import StoredRecord
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SchedulerState:
 
     # The JSON keys are part of the checkpoint format and keep their names.
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the state as JSON values."""
         return {
             "cursor": self.cursor,
@@ -61,7 +61,7 @@ class SchedulerState:
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> SchedulerState:
+    def from_json(cls, values: StoredRecord) -> SchedulerState:
         """Return the state that ``to_json`` wrote."""
         return cls(
             cursor=values["cursor"],
@@ -121,7 +121,7 @@ class SchedulerState:
 
 def describe_incompatibility(
     state: SchedulerState,
-    saved_config: Mapping[str, Any],
+    saved_config: StoredRecord,
     train: TrainConfig,
     sections: Mapping[str, Section],
 ) -> str:

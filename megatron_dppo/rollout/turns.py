@@ -245,7 +245,7 @@ class Turns:
     def _new_branch(self, response: GrowingResponse) -> ResponseBranch:
         return ResponseBranch(response, self.params, self.tokenizer, self._sample)
 
-    def finish(self, reward: float | None = None, **fields: Any) -> Completion:
+    def finish(self, reward: float | None = None, **fields: object) -> Completion:
         """Return the response, with other fields of ``Completion``. Without a reward the reward function is called.
 
         Raises:
@@ -253,10 +253,11 @@ class Turns:
         """
         return self.finish_with(self._branch.completion(), reward, **fields)
 
-    def finish_with(self, completion: Completion, reward: float | None, **fields: Any) -> Completion:
+    def finish_with(self, completion: Completion, reward: float | None, **fields: object) -> Completion:
         """Return a response that was put together from branches; the other arguments are those of ``finish``."""
         reward = None if reward is None else check_reward(reward)
-        self.completion = replace(completion, reward=reward, **fields)
+        changes: dict[str, Any] = fields
+        self.completion = replace(completion, reward=reward, **changes)
         return self.completion
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +21,13 @@ from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types.model_folder import HfConfig
 
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_dppo.mcore.bridge import Bridge
+    from megatron_dppo.mcore.lora import Lora
+    from megatron_dppo.parallel.groups import ParallelGroups
+
 
 @dataclass
 class Converter:
@@ -29,10 +36,10 @@ class Converter:
     hf_folder: Path
     hf_config: HfConfig
     layout: Layout
-    models: list[Any]
-    bridge: Any
-    groups: Any
-    lora: Any = None
+    models: list[GPTModel]
+    bridge: Bridge
+    groups: ParallelGroups
+    lora: Lora | None = None
     """Adapters of the checkpoint that was loaded. None: no adapters."""
 
     def load_hf(self) -> None:
@@ -61,8 +68,7 @@ class Converter:
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the full weights by Hugging Face name, adapters merged (a collective)."""
-        exported: Iterator[tuple[str, Tensor]] = self.bridge.export(*([] if self.lora is None else [self.lora.merge]))
-        return exported
+        return self.bridge.export(*([] if self.lora is None else [self.lora.merge]))
 
 
 def _read_lora_config(checkpoint: Path) -> LoraConfig:

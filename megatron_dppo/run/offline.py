@@ -232,7 +232,7 @@ def evaluate(offline: Offline) -> OfflineEvaluation:
     return OfflineEvaluation(metrics, rows)
 
 
-def generate(offline: Offline, source: str | Sequence[str], *, scored: bool) -> Iterator[dict[str, Any]]:
+def generate(offline: Offline, source: str | Sequence[str], *, scored: bool) -> Iterator[dict[str, object]]:
     """Sample ``rollout.samples_per_prompt`` responses to each prompt of a source; yield a row for each, in order."""
     prompts = offline.prompts.read(source, "train", "prompts", in_order=True)
     assert prompts is not None

@@ -140,7 +140,7 @@ class BatchInvariantEngine:
         def read(head: OutputHead, hidden: Tensor, row: MicroBatchRow) -> tuple[OutputHead, Tensor, Tensor]:
             return head, *head.next_token_logits(hidden, row.batch.loss_mask.nonzero()[:, 0])
 
-        parts, _ = self._trainer.token_logprobs(packed.batches, None, read)
+        parts, _ = self._trainer.read_rows(packed.batches, read)
         order = torch.tensor([i for part in packed.bins for i in part], device=self._trainer.device)
         hidden, logits = (torch.cat([part[i] for part in parts]) for i in (1, 2))
         # Packing has sorted the sequences into bins: undo that.

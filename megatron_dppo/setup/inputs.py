@@ -21,6 +21,7 @@ from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.run import RunConfig
 from megatron_dppo.config.schema import Config
+from megatron_dppo.config.train import WarmupConfig
 from megatron_dppo.data.chat import ChatOptions, load_tokenizer
 from megatron_dppo.data.prompts import LoadedRows, PromptDataset, load_rows
 from megatron_dppo.data.supervised import Pairs, SupervisedDataset
@@ -150,7 +151,9 @@ def read_data(config: Config, model: PartialModelInputs, problems: ErrorCollecto
     )
 
 
-def share_inputs(config: Config, model: ModelInputs, inputs: Inputs | None, group: ProcessGroup) -> Inputs:
+def share_inputs(
+    warmup: WarmupConfig, seed: int, model: ModelInputs, inputs: Inputs | None, group: ProcessGroup
+) -> Inputs:
     """Return the inputs of this rank with the data sets of rank 0. A collective of all ranks.
 
     Every rank holds all prompts, packed: leaders use those of their rollouts, and all count positions in one stream.
@@ -164,10 +167,12 @@ def share_inputs(config: Config, model: ModelInputs, inputs: Inputs | None, grou
     train, held_out, pairs, summary = broadcast_object(read, group)
     if inputs is not None:
         return inputs
-    warmup = None
+    warmup_data = None
     if pairs is not None:
-        warmup = SupervisedDataset(config.warmup.data, model.tokenizer, config.run.seed, pairs)
-    return Inputs(**vars(model), train_prompts=train, eval_prompts=held_out, warmup_data=warmup, data_summary=summary)
+        warmup_data = SupervisedDataset(warmup.data, model.tokenizer, seed, pairs)
+    return Inputs(
+        **vars(model), train_prompts=train, eval_prompts=held_out, warmup_data=warmup_data, data_summary=summary
+    )
 
 
 def _check_model(config: Config, hf_config: HfConfig, shape: ModelShape) -> None:

@@ -384,6 +384,6 @@ def require_inputs(start: Start, errors: Sequence[UserError], group: ProcessGrou
         raise MultipleErrors(errors)
     if group is not None and len(texts_by_rank) > 1:
         assert start.model is not None
-        return share_inputs(start.config, start.model, start.inputs, group)
+        return share_inputs(start.config.warmup, start.config.run.seed, start.model, start.inputs, group)
     assert start.inputs is not None
     return start.inputs

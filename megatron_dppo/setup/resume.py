@@ -67,7 +67,7 @@ class ResumePoint:
     """Models behind URLs that the run used so far."""
 
 
-def run_identity(lora: LoraConfig, seed: int, inputs: Inputs) -> dict[str, Any]:
+def run_identity(lora: LoraConfig, seed: int, inputs: Inputs) -> dict[str, object]:
     """Return the values that a checkpoint must share with a run, on any layout."""
     hf_config = inputs.hf_config
     adapters = {"lora": [lora.rank, sorted(lora.target_modules)]} if lora.rank else {}
@@ -80,7 +80,7 @@ def run_identity(lora: LoraConfig, seed: int, inputs: Inputs) -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(json.dumps(identity)))
 
 
-def layout_identity(model: ModelConfig, parallel: ParallelConfig, inputs: ModelInputs) -> dict[str, Any]:
+def layout_identity(model: ModelConfig, parallel: ParallelConfig, inputs: ModelInputs) -> dict[str, object]:
     """Return the properties of a layout that a checkpoint is written on."""
     split = layer_split(model.transformer)
     return {

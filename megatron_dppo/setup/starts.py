@@ -22,6 +22,7 @@ from megatron_dppo.files import read_regular_file, write_synced
 from megatron_dppo.process.marker import MARKER
 from megatron_dppo.setup.changes import Change, find_changes, find_content_changes
 from megatron_dppo.setup.contents import Contents
+from megatron_dppo.types.stored_record import StoredRecord
 
 STARTS = "starts.jsonl"
 CONFIG = "config.toml"
@@ -106,7 +107,7 @@ def load_run_config(folder: Path, overrides: Sequence[str], *, with_functions: b
     return load_config(folder / CONFIG, all_overrides, relative_to=cwd, with_functions=with_functions)
 
 
-def read_starts(folder: Path) -> list[dict[str, Any]]:
+def read_starts(folder: Path) -> list[StoredRecord]:
     """Return the records of all starts of a run, without damaged lines."""
     try:
         lines = read_regular_file(folder / STARTS).decode(errors="replace").splitlines()

@@ -23,7 +23,7 @@ from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.setup.inputs import ModelInputs
-from megatron_dppo.types.model_folder import HfConfig
+from megatron_dppo.types.model_folder import HfConfig, Tokenizer
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.teacher_model import MegatronTeacher
@@ -37,7 +37,8 @@ def teacher_problems(config: Config, policy: ModelInputs) -> Iterable[UserError]
     path, problems = config.distillation.teacher_path, ErrorCollector()
     if path is None:
         return []
-    problems.attempt(_check, path, config, policy, problems)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    problems.attempt(_check, path, config.parallel, longest, policy, problems)
     return problems.errors
 
 
@@ -55,16 +56,15 @@ def teacher_servers(distillation: DistillationConfig, *, rank: int = 0, ranks: i
     )
 
 
-def _check(path: str, config: Config, policy: ModelInputs, problems: ErrorCollector) -> None:
+def _check(path: str, parallel: ParallelConfig, longest: int, policy: ModelInputs, problems: ErrorCollector) -> None:
     name = f"distillation.teacher_path = {path!r}"
     if not (Path(path) / "config.json").is_file():
         raise CheckpointError(f"{name} is not a Hugging Face folder: config.json is missing")
     hf_config = read_hf_config(path)
     problems.attempt(_check_vocabulary, name, hf_config, policy)
     problems.attempt(_check_tokenizer, name, path, policy.tokenizer)
-    problems.attempt(_check_layout, name, hf_config, config.parallel, policy)
+    problems.attempt(_check_layout, name, hf_config, parallel, policy)
     problems.attempt(get_family(hf_config).rope, hf_config)
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     longest = min(longest, policy.hf_config.max_position_embeddings)
     if hf_config.max_position_embeddings < longest:
         problems.add(
@@ -84,7 +84,7 @@ def _check_vocabulary(name: str, hf_config: HfConfig, policy: ModelInputs) -> No
         )
 
 
-def _check_tokenizer(name: str, path: str, policy: Any) -> None:
+def _check_tokenizer(name: str, path: str, policy: Tokenizer) -> None:
     policy_ids = policy.get_vocab()
     teacher_ids = load_tokenizer(path).get_vocab()
     tokens = policy_ids.keys() | teacher_ids.keys()

@@ -69,10 +69,10 @@ class Prompt:
     token_ids: tuple[int, ...]
     label: str
     """The reference answer for the reward function."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, object] = field(default_factory=dict)
     """The other columns of the data row."""
     source: str = ""
-    messages: tuple[Mapping[str, Any], ...] | None = None
+    messages: tuple[Mapping[str, object], ...] | None = None
     """The row's chat messages. None if the row has a plain string."""
     is_task: bool = False
     """True if an agent builds the sequence itself; ``token_ids`` then only shows how the row would look."""

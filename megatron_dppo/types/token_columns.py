@@ -451,7 +451,7 @@ def response_to_tensors(record: object) -> dict[str, Tensor]:
     }
 
 
-def response_from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def response_from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, object]:
     """Return the columns from the result of ``response_to_tensors``, by their field of a generation."""
     columns = {c.response: c.from_tensors(tensors) for c in TOKEN_COLUMNS if c.response is not None}
     return {name: rows for name, rows in columns.items() if rows is not None}
@@ -465,7 +465,7 @@ def response_to_record(completion: object) -> dict[str, object]:
     return values
 
 
-def response_from_record(row: Mapping[str, Any], response_tokens: int) -> dict[str, Any]:
+def response_from_record(row: Mapping[str, object], response_tokens: int) -> dict[str, object]:
     """Return the columns from the result of ``response_to_record``, by their field of a completion."""
     return {str(column.response): column.from_record(row, response_tokens) for column in _recorded()}
 

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -63,7 +63,7 @@ class WeightSync:
         tied: bool = False,
         transport: GroupTransport | None = None,
         sharing: MemorySharing | None = None,
-        adapter: Mapping[str, Any] | None = None,
+        adapter: Mapping[str, object] | None = None,
         quantization: Quantization | None = None,
     ) -> None:
         self._servers = list(servers)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.head.vocab_topk import vocab_parallel_statistics
-from megatron_dppo.losses import dppo_loss
+from megatron_dppo.losses.dppo import dppo_loss
 from megatron_dppo.types import LossInputs
 from tests.distributed.collectives import recorded_collectives
 from tests.distributed.spawn import run_distributed

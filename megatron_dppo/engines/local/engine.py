@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from megatron_dppo.types import Completion, FinishReason, Prompt, RoutingShape, 
 from megatron_dppo.types.model_folder import HfConfig, Tokenizer
 from megatron_dppo.types.token_columns import requested_columns
 from megatron_dppo_engines.server import GenerateRequest, Generation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _R = TypeVar("_R")
 
@@ -139,7 +142,7 @@ class LocalEngine:
         """Include the hidden filter in later log-probabilities and sampling masks; the samples stay the same."""
         self._reveals_hidden_filter = self._unrecorded_top_p < 1
 
-    def call_with_model(self, function: Callable[[Any, RoutingShape | None], _R]) -> _R:
+    def call_with_model(self, function: Callable[[PreTrainedModel, RoutingShape | None], _R]) -> _R:
         """Return the result of a function of this copy and the shape of its routes, in the thread that samples."""
         return self._thread.submit(function, self._model, self._routing).result()
 

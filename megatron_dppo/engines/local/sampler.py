@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from megatron_dppo.types import MISSING_EXPERT, RoutingShape, SamplingMask, SamplingParams, with_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LINEAR_ATTENTION = "linear_attn"
 """Name of linear attention in the decoder layers of transformers that have it."""
@@ -22,7 +25,7 @@ _INVERSION_BLOCK = 1 << 20
 """Probabilities whose sums are in memory at a time. They stay in the cache of a core."""
 
 
-def build_filters(params: SamplingParams) -> list[Any]:
+def build_filters(params: SamplingParams) -> list[Callable[[None, Tensor], Tensor]]:
     """Return the transforms of fp32 logits, in order, called with ``(None, scores)``, for a temperature above 0."""
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -145,12 +148,12 @@ class SamplingMaskRecord:
         return [all_rows[end - number : end] for end, number in zip(ends, steps, strict=True)]
 
 
-def linear_attention_layers(model: Any) -> list[Any]:
+def linear_attention_layers(model: PreTrainedModel) -> list[Module]:
     """Return the decoder layers of a transformers causal language model that have linear attention."""
     return [layer for layer in model.model.layers if hasattr(layer, LINEAR_ATTENTION)]
 
 
-def routers_by_layer(model: Any, shape: RoutingShape) -> dict[int, Module]:
+def routers_by_layer(model: PreTrainedModel, shape: RoutingShape) -> dict[int, Module]:
     """Return the routers of a transformers model by layer. They are named ``gate``, or ``router`` in gpt-oss."""
     mlps = {i: layer.mlp for i, layer in enumerate(model.model.layers) if i not in shape.dense_layers}
     return {i: mlp.router if hasattr(mlp, "router") else mlp.gate for i, mlp in mlps.items()}

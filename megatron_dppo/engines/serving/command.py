@@ -62,7 +62,7 @@ _VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 def plan_servers(
     rollout: RolloutConfig,
-    options: dict[str, Any],
+    options: dict[str, object],
     environ: Mapping[str, str],
     gpus: Sequence[str] = (),
     skip_gpus: int = 0,
@@ -142,7 +142,7 @@ def read_api_key(name: str | None, environ: Mapping[str, str], setting: str) -> 
 
 def server_options(
     rollout: RolloutConfig, model: ModelConfig, lora: LoraConfig, *, routed_experts: bool, topk_logprobs: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the options that the engine is started with, besides address and keys. The user's values win."""
     engine = rollout.engine
     check_engine(engine)

@@ -50,6 +50,10 @@ class Published:
     """Total and active weights as the authors round them, in billions. None for dense models."""
 
 
+MegatronFields = dict[str, Any]
+"""Fields of Megatron's ``TransformerConfig`` by name. Megatron declares their types."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """Models of one Hugging Face class: sizes, TransformerConfig fields, weight names, and what proves them."""
@@ -71,7 +75,7 @@ class Family:
     """Configuration files in ``examples`` that train a model of the family."""
     shape: Callable[[HfConfig], ModelShape]
     """Returns the sizes from config.json. Raises CheckpointError for unsupported features."""
-    fields: Callable[[HfConfig, ModelShape], dict[str, Any]]
+    fields: Callable[[HfConfig, ModelShape], MegatronFields]
     """Returns the family's TransformerConfig fields, beyond those of every family."""
     rope: Callable[[HfConfig], Rope]
     attention: Callable[[ModelShape], tuple[Rule, ...]]
@@ -88,7 +92,7 @@ class Family:
     other_keys: tuple[str, ...] = ()
     """Keys of published config.json files that the transformers class does not have. ``shape`` checks those that could
     change the model; any further key is refused."""
-    served_keys: Callable[[Mapping[str, Any]], Mapping[str, object]] = lambda values: {}
+    served_keys: Callable[[Mapping[str, object]], Mapping[str, object]] = lambda values: {}
     """Returns the keys with which SGLang and vLLM compute the family, from the keys of config.json.
 
     transformers does not write them. An exported config.json has them, and no other values go to servers.

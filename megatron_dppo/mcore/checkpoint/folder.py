@@ -12,10 +12,10 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import fsync, read_regular_file, write_synced
+from megatron_dppo.types.stored_record import StoredRecord
 
 STATE = "state.json"
 _STEP = re.compile(r"step_(\d{6,15})")
@@ -44,7 +44,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(paths, key=step_number)
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
+def read_state(checkpoint: Path) -> StoredRecord:
     """Return the run's state in a checkpoint: step, data cursor, policy version, configuration."""
     try:
         state = json.loads(read_regular_file(checkpoint / STATE), parse_constant=_refuse_constant)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -101,7 +101,7 @@ def save_checkpoint(
     step: int,
     models: Sequence[GPTModel],
     optimizer: Optimizer,
-    state: dict[str, Any],
+    state: Mapping[str, object],
     keep: int,
     best: int | None = None,
     *,

@@ -7,11 +7,13 @@ import re
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.files import disk_errors, fsync, require_space
 from megatron_dppo.report.steps.rows import RankSamples, step_columns
+from megatron_dppo.types.stored_record import StoredRecord
 from megatron_dppo.types.token_columns import record_types
 
 FOLDER = "rollouts"
@@ -38,7 +40,7 @@ class StepMeta(NamedTuple):
     """Id of the run's folder. Empty if unknown."""
 
 
-def require_pyarrow(reason: str) -> Any:
+def require_pyarrow(reason: str) -> ModuleType:
     """Return the module ``pyarrow``."""
     try:
         import_module("pyarrow.parquet")
@@ -116,7 +118,7 @@ def _checked(meta: StepMeta) -> StepMeta:
 _MAX_COUNT = 10**9
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
+def read_rows(file: Path) -> list[StoredRecord]:
     """Return the samples of a file, in order."""
     opened = _open(file)
     try:

@@ -153,8 +153,9 @@ def _rollout(row: StepRow) -> Rollout:
 
 
 def _completion(row: StepRow) -> Completion:
+    columns: dict[str, Any] = response_from_record(row, len(row["response_ids"]))
     return Completion(
-        **response_from_record(row, len(row["response_ids"])),
+        **columns,
         finish_reason=FinishReason(row["finish_reason"]),
         policy_version=row["policy_version"],
         text=row["response"],

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from megatron_dppo.errors import DataError
 from megatron_dppo.report.steps.files import require_pyarrow
 from megatron_dppo.types import VersionSpan, token_ages, version_spans
+from megatron_dppo.types.stored_record import StoredRecord
 
 Decode = Callable[[Sequence[int]], list[str]]
 """Function that returns the text of each token id."""
@@ -56,7 +57,7 @@ class StepTokens:
     a training update, and in files of older versions, which lack ``trained_policy_version``. Shape [N]."""
     starts: NDArray[np.int64]
     """Start of each sample's tokens. Shape [samples + 1]."""
-    rows: list[dict[str, Any]]
+    rows: list[StoredRecord]
     """Scalars of each sample: ``sample prompt_id prompt label reward reward_failed finish_reason update``, and if
     the file has them ``failure reward_parts segment_lengths tool_times``."""
 

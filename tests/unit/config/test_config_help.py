@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.commands.dry_run import resolved_defaults
 from megatron_dppo.commands.main import main
-from megatron_dppo.config.describe import closest_hint, explain, keys, resolved_defaults, sections
+from megatron_dppo.config.describe import closest_hint, explain, keys, sections
 from megatron_dppo.config.foreign_keys import FOREIGN_KEY_NAMES
 from megatron_dppo.config.io import dump_toml, load_config, read_config
 from megatron_dppo.config.layout import resolve_layout

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.losses import (
-    dppo_loss,
     policy_loss,
     supervised_loss,
 )
+from megatron_dppo.losses.dppo import dppo_loss
 from megatron_dppo.types import LossInputs
 from tests.unit.loss_inputs import NAMES, TOPK, loss_config, make_inputs, value
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.losses import binary_kl, binary_tv, divergence_keep_mask, ratio_keep_mask
+from megatron_dppo.losses import binary_kl, binary_tv, ratio_keep_mask
+from megatron_dppo.losses.dppo import divergence_keep_mask
 
 DATA = json.loads((Path(__file__).parents[2] / "data" / "dppo_cases.json").read_text())
 CASES = {case["name"]: case for case in DATA["cases"]}

@@ -132,7 +132,8 @@ class _EnvironmentProcess:
             raise GenerateError(f"agent.environment_python = {python!r} cannot be started: {error}") from error
         threading.Thread(target=self._read_errors, name="environment-errors", daemon=True).start()
         threading.Thread(target=self._read_replies, name="environment", daemon=True).start()
-        taskset = {**config.environment_options.get("taskset", {}), "id": config.environment.partition(":")[2]}
+        given: Any = config.environment_options.get("taskset", {})
+        taskset = {**given, "id": config.environment.partition(":")[2]}
         options = {**config.environment_options, "taskset": taskset}
         self.send({"options": options, "untrained_agents": config.untrained_agents})
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal, Protocol, overload
 from weakref import WeakKeyDictionary
 
 from megatron_dppo_conversations.formats import choose_format
@@ -26,20 +26,55 @@ A template takes no functions as variables. The line break after the last tag is
 template itself still begins at the start of a line.
 """
 
-_prints_tools: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
+
+class ChatTokenizer(Protocol):
+    """A ``PreTrainedTokenizerBase`` with a chat template."""
+
+    chat_template: str | None
+    """The template. Several, by name, are no str."""
+
+    def get_chat_template(self, chat_template: str | None, tools: Sequence[Mapping[str, object]] | None) -> str:
+        """Return the template for a conversation with these tools."""
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] | None, **options: Any
+    ) -> Any:
+        """Return the text of a conversation, or its token ids."""
+
+
+_prints_tools: WeakKeyDictionary[ChatTokenizer, dict[str, bool]] = WeakKeyDictionary()
 """Results of ``prints_tools`` by tokenizer, template and variables."""
 
 
+@overload
 def apply_chat_template(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Mapping[str, object]],
     now: datetime,
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, object]] | None = None,
+    add_generation_prompt: bool = False,
+    tokenize: Literal[False] = False,
+    variables: Mapping[str, object] | None = None,
+) -> str: ...
+
+
+@overload
+def apply_chat_template(
+    tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, object]], now: datetime, *, tokenize: Literal[True]
+) -> list[int]: ...
+
+
+def apply_chat_template(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Mapping[str, object]],
+    now: datetime,
+    *,
+    tools: Sequence[Mapping[str, object]] | None = None,
     add_generation_prompt: bool = False,
     tokenize: bool = False,
-    variables: Mapping[str, Any] | None = None,
-) -> Any:
+    variables: Mapping[str, object] | None = None,
+) -> str | list[int]:
     """Return the text of messages (at least one), or with ``tokenize`` their token ids [P].
 
     System messages that the template refuses or leaves out are joined at the start, or folded into the user's message
@@ -78,12 +113,12 @@ def apply_chat_template(
         except Exception:
             # The first error is about the messages as they were written.
             raise error from None
-    notes = Counter(message["content"].strip() for message in messages if message["role"] in NOTE_ROLES)
+    notes = Counter(str(message["content"]).strip() for message in messages if message["role"] in NOTE_ROLES)
     is_complete = tokenize or all(text.count(note) >= number for note, number in notes.items())
     return text if is_complete else render(folded)
 
 
-def prints_tools(tokenizer: Any, now: datetime, variables: Mapping[str, Any] | None = None) -> bool:
+def prints_tools(tokenizer: ChatTokenizer, now: datetime, variables: Mapping[str, object] | None = None) -> bool:
     """Return True if the chat template writes tools into the prompt; some silently leave them out."""
     known = _prints_tools.setdefault(tokenizer, {})
     key = repr((tokenizer.chat_template, variables))
@@ -92,7 +127,7 @@ def prints_tools(tokenizer: Any, now: datetime, variables: Mapping[str, Any] | N
     return known[key]
 
 
-def _render_marked_tool(tokenizer: Any, now: datetime, variables: Mapping[str, Any] | None) -> bool:
+def _render_marked_tool(tokenizer: ChatTokenizer, now: datetime, variables: Mapping[str, Any] | None) -> bool:
     name = "marked_tool_7c1f"
     function = {"name": name, "description": "x", "parameters": {"type": "object", "properties": {}}}
     messages = [{"role": "user", "content": "x"}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dppo_conversations.formats.schemas import Tools
@@ -46,8 +46,9 @@ def _is_python_list(text: str) -> bool:
     return isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value)
 
 
-def messages_problem(value: list[Any]) -> str:
+def messages_problem(value: Sequence[object]) -> str:
     """Return why a list is no list of messages; an empty string if it is one."""
+    messages: list[Mapping[str, Any]] = []
     for index, message in enumerate(value):
         if not isinstance(message, Mapping):
             return f"entry {index} is {message!r:.80}, expected a message {{role, content}}"
@@ -67,14 +68,15 @@ def messages_problem(value: list[Any]) -> str:
         # OpenAI's form of a message of tool calls alone.
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             return f"message {index} has the content {content!r:.80}, expected text"
-    if not any(message["content"].strip() or message.get("tool_calls") for message in value):
+        messages.append(message)
+    if not any((message["content"] or "").strip() or message.get("tool_calls") for message in messages):
         return "all messages are empty"
-    if value[-1]["role"] == "assistant" and not any(message["role"] != "assistant" for message in value):
+    if all(message["role"] == "assistant" for message in messages):
         return "there is no message before the assistant's"
     return ""
 
 
-def media_problem(record: Mapping[str, Any]) -> str:
+def media_problem(record: Mapping[str, object]) -> str:
     """Return why a row is not text alone; an empty string if it is.
 
     Columns are those of TRL, verl and Hugging Face datasets. A text in ``image`` may name a container.
@@ -88,7 +90,7 @@ def media_problem(record: Mapping[str, Any]) -> str:
     return ""
 
 
-def clean_messages(value: list[Any], tools: Tools = (), *, is_columnar: bool = False) -> Messages:
+def clean_messages(value: Sequence[Mapping[str, object]], tools: Tools = (), *, is_columnar: bool = False) -> Messages:
     """Return messages in the form that chat templates expect.
 
     Empty fields leave: a Parquet file gives every message, and every tool call, the fields of all. Arguments of tool
@@ -113,7 +115,7 @@ def clean_messages(value: list[Any], tools: Tools = (), *, is_columnar: bool = F
     return messages
 
 
-def missing_prompt_hint(record: Mapping[str, Any]) -> str:
+def missing_prompt_hint(record: Mapping[str, object]) -> str:
     """Return a sentence about a known format whose prompt is under another name; empty if it is none."""
     for name in ("conversations", "conversation"):
         turns = record.get(name)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from megatron_dppo_conversations.formats.base import make_tool_call
+from megatron_dppo_conversations.formats.base import ToolCall, make_tool_call
 from megatron_dppo_conversations.formats.json_values import parse_json
 from megatron_dppo_conversations.formats.schemas import Tools, ValueSchema, parameters_schema
 
@@ -25,7 +25,7 @@ class ConversationError(ValueError):
     """Messages or tools that no chat template can be given."""
 
 
-def read_tool(tool: Any, name: str, *, kinds: Collection[str | None] = ("function", None)) -> dict[str, Any]:
+def read_tool(tool: object, name: str, *, kinds: Collection[str | None] = ("function", None)) -> dict[str, object]:
     """Return a tool, with its function inside or with the function's fields, in the form of chat completions.
 
     All types but ``kinds`` are tools that the API's own servers run. They and nameless tools raise
@@ -53,16 +53,17 @@ def read_tool(tool: Any, name: str, *, kinds: Collection[str | None] = ("functio
     }
 
 
-def read_tool_call(call: Any, name: str) -> dict[str, Any]:
+def read_tool_call(call: object, name: str) -> ToolCall:
     """Return a tool call as chat templates expect it: its arguments are an object, also if they were JSON as text.
 
     Its function is inside, or its fields stand in the call. A malformed one raises ``ConversationError``.
     """
-    function = call.get("function") or call if isinstance(call, Mapping) else None
+    fields = call if isinstance(call, Mapping) else {}
+    function = fields.get("function") or fields
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ConversationError(f"{name} has an entry without a function's name")
     arguments = function.get("arguments") or "{}"
-    call_id = call.get("id") or ""
+    call_id = fields.get("id") or ""
     if not isinstance(arguments, str | dict) or not isinstance(call_id, str):
         raise ConversationError(f"{name}: 'id' and 'function.arguments' must be strings")
     return make_tool_call(call_id, function["name"], arguments)
@@ -81,7 +82,7 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     return result
 
 
-def fold_notes(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def fold_notes(messages: Sequence[Message]) -> list[dict[str, object]]:
     """Return messages with one system message, the first; later ones are a part of the user's message before them.
 
     Clients add notes in the middle of a conversation, where few templates accept a system message. A note without a
@@ -100,7 +101,7 @@ def fold_notes(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return result
 
 
-def read_row_tools(record: Mapping[str, Any], *, is_columnar: bool) -> list[dict[str, Any]]:
+def read_row_tools(record: Mapping[str, object], *, is_columnar: bool) -> list[dict[str, object]]:
     """Return the tools of a data row, from a list or its JSON; empty if the row has none.
 
     A columnar file gives each object the fields of all, with null for those that it has not. Anything but tools raises

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -127,7 +126,7 @@ def _choose_without_index(folder: Path, names: list[str], key: str) -> list[str]
     )
 
 
-def open_weight_file(file: Path) -> Any:
+def open_weight_file(file: Path) -> safe_open:
     """Open a safetensors file, without its weights; ``CheckpointError`` if it cannot be read."""
     # Opening a named pipe would wait forever.
     if not file.is_file():

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
@@ -163,7 +164,7 @@ class PackedRow(PackedSeqParams):
     """Position of every token in its sequence [T]."""
     shard: ContextShard | None = None
     """Tokens of this context-parallel rank. None means all."""
-    noise: Any = None
+    noise: object = None
     """The caller's own, for its layers. It is passed here because a recomputed layer gets the same object again."""
     is_padding: Tensor | None = None
     """Padding among the tokens of this context-parallel rank. None means no padding."""
@@ -211,13 +212,13 @@ class SDPACoreAttention(MegatronModule):
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: Any,
+        attn_mask_type: object,
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout

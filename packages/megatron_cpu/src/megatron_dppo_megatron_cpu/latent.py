@@ -6,6 +6,7 @@ Reason: MLA supports replicated latents only with Transformer Engine's layer. Wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,14 @@ class ReplicatedLinear(torch.nn.Module):
     """
 
     def __init__(
-        self, input_size: int, output_size: int, *, config: TransformerConfig, init_method: Any, bias: bool, **_: Any
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], object],
+        bias: bool,
+        **_: object,
     ) -> None:
         super().__init__()
         if bias:

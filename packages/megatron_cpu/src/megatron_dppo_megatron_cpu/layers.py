@@ -58,7 +58,7 @@ def _norm_weight(config: TransformerConfig, size: int) -> Parameter:
 class RMSNorm(torch.nn.Module):
     """RMSNorm that supports sequence parallelism, which Megatron's ``WrappedTorchNorm`` rejects."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: object) -> None:
         super().__init__()
         # Megatron passes its default of eps; the model's value is in the config.
         self.eps = config.layernorm_epsilon
@@ -73,7 +73,7 @@ class RMSNorm(torch.nn.Module):
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
     """RMSNorm and a column-parallel linear in one module, as in Transformer Engine."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.eps = config.layernorm_epsilon
         self.zero_centered = config.layernorm_zero_centered_gamma

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from megatron_dppo.config.layout import Layout, ModelShape, layer_split, resolve_layout
 from megatron_dppo.config.schema import Config
@@ -169,7 +169,7 @@ def make_plan(
         layout,
         model.shape.num_experts is not None,
         None if kinds is None else list(kinds),
-        table=config.model.transformer.get("pipeline_model_parallel_layout"),
+        table=cast("str | list[list[str]] | None", config.model.transformer.get("pipeline_model_parallel_layout")),
     )
     rehearsed = _with_alltoall(config)
     measurements = rehearsals.run(

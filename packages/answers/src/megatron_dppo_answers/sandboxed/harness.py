@@ -20,7 +20,7 @@ _MAX_LINE = 1 << 22
 _PLAIN = (str, int, float, bool, type(None))
 
 
-def encode(value: Any) -> Any:
+def encode(value: object) -> object:
     """Return plain data as JSON that preserves its types."""
     if type(value) in _PLAIN:
         return value
@@ -42,7 +42,7 @@ def encode(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be passed between tests and solution; use plain data")
 
 
-def decode(value: Any) -> Any:
+def decode(value: object) -> object:
     """Return the value that ``encode`` received."""
     if type(value) in _PLAIN:
         return value
@@ -78,7 +78,9 @@ def serve_solution() -> None:
         try:
             # A name, or an expression for a method of LeetCode's class Solution.
             function = eval(call["function"], names)
-            value = function(*decode(call["args"]), **decode(call["kwargs"]))
+            args: Any = decode(call["args"])
+            kwargs: Any = decode(call["kwargs"])
+            value = function(*args, **kwargs)
             reply = json.dumps({"value": encode(value)})
         except Exception as error:
             reply = json.dumps({"error": type(error).__name__, "text": str(error)[:1000]})

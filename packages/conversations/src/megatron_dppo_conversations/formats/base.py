@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from megatron_dppo_conversations.formats.json_values import parse_json
 from megatron_dppo_conversations.formats.schemas import Tools, ValueSchema, has_tool
 
 _SPACE = re.compile(r"\s*")
 _CONSTANTS: dict[str, Any] = {"True": True, "False": False, "None": None}
+
+
+class CalledFunction(TypedDict):
+    """The function of a tool call."""
+
+    name: str
+    arguments: object
+    """JSON value; the text of the policy if it is no JSON."""
+
+
+class ToolCall(TypedDict):
+    """A tool call as chat templates expect it."""
+
+    type: str
+    id: str
+    """Empty if the policy has written none."""
+    function: CalledFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +40,7 @@ class ParsedResponse:
     """The same without thoughts."""
     reasoning: str = ""
     """Thoughts without their tags."""
-    tool_calls: tuple[dict[str, Any], ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
     """Tool calls as chat templates expect them. Empty if one of them is malformed."""
     num_malformed: int = 0
     """Number of malformed tool calls. The text keeps them."""
@@ -62,7 +79,7 @@ class ResponseFormat(Protocol):
         """Return the tag behind a single tool call; None if calls have no end of their own."""
 
 
-def make_tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+def make_tool_call(call_id: str, name: str, arguments: object) -> ToolCall:
     """Return a tool call as chat templates expect it. The id is empty if the policy has written none."""
     if isinstance(arguments, str):
         try:
@@ -125,7 +142,7 @@ class TaggedFormat:
 
     def parse(self, text: str, tools: Tools, *, starts_in_thought: bool = False) -> ParsedResponse:
         """See ``ResponseFormat``."""
-        calls: list[dict[str, Any]] = []
+        calls: list[ToolCall] = []
         malformed = 0
         first = len(text)
         for start, block in self._blocks(text, tools, starts_in_thought=starts_in_thought):
@@ -191,16 +208,14 @@ class TaggedFormat:
         """See ``ResponseFormat``."""
         return None
 
-    def _blocks(
-        self, text: str, tools: Tools, *, starts_in_thought: bool
-    ) -> list[tuple[int, list[dict[str, Any]] | None]]:
+    def _blocks(self, text: str, tools: Tools, *, starts_in_thought: bool) -> list[tuple[int, list[ToolCall] | None]]:
         """Return position and calls of each block outside of thoughts; None for the calls of a malformed one."""
         if self.open_tag is None or not tools:
             return []
         opening, closing = self.thought_tags
         tags = "|".join(map(re.escape, (self.open_tag, opening, closing)))
         tag = re.compile(tags if self.bare_call is None else f"{tags}|{self.bare_call.pattern}")
-        blocks: list[tuple[int, list[dict[str, Any]] | None]] = []
+        blocks: list[tuple[int, list[ToolCall] | None]] = []
         position = self._end_of_thought(text, 0) if starts_in_thought else 0
         counted = -1  # where the call of the last malformed block begins
         while match := tag.search(text, position):
@@ -221,7 +236,7 @@ class TaggedFormat:
                 counted = skip_space(text, match.end()) if calls is None else -1
         return blocks
 
-    def _read_bare_call(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
+    def _read_bare_call(self, text: str, position: int, tools: Tools) -> tuple[list[ToolCall] | None, int]:
         """Return the call without opening tag at a position, as ``_read_block`` does; the position is later."""
         raise NotImplementedError
 
@@ -230,6 +245,6 @@ class TaggedFormat:
         end = text.find(closing, position)
         return len(text) if end < 0 else end + len(closing)
 
-    def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
+    def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[ToolCall] | None, int]:
         """Return the calls of the block at a position (None if malformed), and where reading continues."""
         raise NotImplementedError

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megatron_dppo_conversations.formats.base import ParsedResponse, make_tool_call
+from megatron_dppo_conversations.formats.base import ParsedResponse, ToolCall, make_tool_call
 from megatron_dppo_conversations.formats.json_values import parse_json
 from megatron_dppo_conversations.formats.schemas import Tools, has_tool
 
@@ -96,7 +96,7 @@ class HarmonyFormat:
         """See ``ResponseFormat``."""
         thoughts: list[str] = []
         content: list[str] = []
-        calls: list[dict[str, Any]] = []
+        calls: list[ToolCall] = []
         malformed = 0
         messages = read_harmony(text)
         for message in messages:
@@ -151,7 +151,7 @@ def _thought(parts: list[str]) -> str:
     return f"<think>{chr(10).join(parts)}</think>" if parts else ""
 
 
-def _read_call(message: HarmonyMessage, tools: Tools) -> dict[str, Any] | None:
+def _read_call(message: HarmonyMessage, tools: Tools) -> ToolCall | None:
     name = message.recipient.removeprefix(_FUNCTIONS)
     # In long contexts the policy leaves the prefix out.
     is_function = message.recipient.startswith(_FUNCTIONS) or has_tool(tools, name)

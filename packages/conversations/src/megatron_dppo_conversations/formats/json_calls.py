@@ -8,6 +8,7 @@ from typing import Any
 from megatron_dppo_conversations.formats.base import (
     ParsedResponse,
     TaggedFormat,
+    ToolCall,
     make_tool_call,
     skip_space,
 )
@@ -42,7 +43,7 @@ class HermesFormat(TaggedFormat):
         """See ``ResponseFormat``."""
         return self.close_tag
 
-    def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
+    def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[ToolCall] | None, int]:
         start = skip_space(text, position)
         if text.startswith("<function=", start):
             call, end = read_function(text, start, tools)
@@ -55,7 +56,7 @@ class HermesFormat(TaggedFormat):
         return [call], end + len(self.close_tag)
 
 
-def call_of_object(value: Any) -> dict[str, Any] | None:
+def call_of_object(value: Any) -> ToolCall | None:
     """Return the call of an object with ``name`` and ``arguments`` (or ``parameters``); None if it is malformed.
 
     An object with a name alone is a call without arguments. One with other fields has them under an unknown name.
@@ -78,8 +79,8 @@ class SectionFormat(TaggedFormat):
     """Matches up to the JSON object, with the group ``name`` and, where the model writes one, ``id``."""
     footer: re.Pattern[str]
 
-    def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
-        calls: list[dict[str, Any]] = []
+    def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[ToolCall] | None, int]:
+        calls: list[ToolCall] = []
         end = position
         while header := self.header.match(text, end):
             arguments, end = read_arguments(text, header.end())
@@ -156,7 +157,7 @@ class MistralFormat(TaggedFormat):
     _header = re.compile(r"\s*(?P<name>[^\s\[{]+)(?:\[CALL_ID\](?P<id>[^\s\[]+))?\s*(?:\[ARGS\])?(?=\s*\{)")
     _list = re.compile(r"\s*\[")
 
-    def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
+    def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[ToolCall] | None, int]:
         if header := self._header.match(text, position):
             arguments, end = read_arguments(text, header.end())
             if arguments is None:
@@ -189,7 +190,7 @@ class LlamaFormat(TaggedFormat):
         ends = [self._end_of_leading_thoughts(text, is_open=starts_in_thought)]
         if closing in text:
             ends += [text.index(closing) + len(closing), text.rindex(closing) + len(closing)]
-        calls: list[dict[str, Any]] | None = []
+        calls: list[ToolCall] | None = []
         # JSON first: its strings may contain any tag. Then behind a thought that the text does not open.
         for end in ends:
             start = skip_space(text, end)
@@ -215,9 +216,9 @@ class LlamaFormat(TaggedFormat):
             end = self._end_of_thought(text, end)
         return end
 
-    def _read_calls(self, text: str, tools: Tools) -> list[dict[str, Any]] | None:
+    def _read_calls(self, text: str, tools: Tools) -> list[ToolCall] | None:
         """Return the calls of a text; empty if it holds none, None if one is malformed."""
-        calls: list[dict[str, Any]] = []
+        calls: list[ToolCall] = []
         position = skip_space(text, 0)
         while text.startswith("{", position):
             value, end = read_arguments(text, position)

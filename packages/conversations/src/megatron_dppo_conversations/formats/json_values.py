@@ -36,7 +36,7 @@ def inflate(content: bytes, encoding: str, max_bytes: int) -> bytes:
     return result
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> object:
     """Return the value of a JSON text; ``ValueError`` if it is none, has NaN or infinities, or is nested too deeply."""
     return _DECODER.decode(text if isinstance(text, str) else text.decode())
 

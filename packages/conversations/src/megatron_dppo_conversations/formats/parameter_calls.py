@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_dppo_conversations.formats.base import (
     TaggedFormat,
+    ToolCall,
     make_tool_call,
     skip_space,
     typed_value,
@@ -80,7 +81,7 @@ _FUNCTION = ParameterGrammar(
 )
 
 
-def read_function(text: str, position: int, tools: Tools) -> tuple[dict[str, Any] | None, int]:
+def read_function(text: str, position: int, tools: Tools) -> tuple[ToolCall | None, int]:
     """Return a call of Qwen3.5's form, ``<function=NAME><parameter=KEY>VALUE</parameter></function>``."""
     return read_parameters(text, position, _FUNCTION, tools)
 
@@ -93,8 +94,8 @@ class ParameterFormat(TaggedFormat):
     has_many_calls: bool = True
     """True if a block may hold several calls."""
 
-    def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
-        calls: list[dict[str, Any]] = []
+    def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[ToolCall] | None, int]:
+        calls: list[ToolCall] = []
         end = position
         while not calls or self.has_many_calls:
             call, next_end = read_parameters(text, end, self.grammar, tools)
@@ -126,7 +127,7 @@ class QwenXmlFormat(ParameterFormat):
     # The policy sometimes leaves the tag around a call out.
     bare_call = re.compile(r"<function=(?P<name>[^>\s]+)>")
 
-    def _read_bare_call(self, text: str, position: int, tools: Tools) -> tuple[list[dict[str, Any]] | None, int]:
+    def _read_bare_call(self, text: str, position: int, tools: Tools) -> tuple[list[ToolCall] | None, int]:
         call, end = read_function(text, position, tools)
         if call is None:
             return None, position + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from megatron_dppo_conversations.formats.base import ResponseFormat, TaggedFormat
 from megatron_dppo_conversations.formats.harmony import HarmonyFormat
@@ -53,7 +52,7 @@ _TEMPLATE_MARKS = (
 """Format by a part of the chat template. The first match decides, since later ones are parts of earlier templates."""
 
 
-def choose_format(chat_template: Any, name: str = "auto") -> ResponseFormat:
+def choose_format(chat_template: object, name: str = "auto") -> ResponseFormat:
     """Return the format of a model's responses.
 
     Args:
@@ -66,7 +65,7 @@ def choose_format(chat_template: Any, name: str = "auto") -> ResponseFormat:
     return FORMATS[name]
 
 
-def format_note(chat_template: Any, name: str) -> str:
+def format_note(chat_template: object, name: str) -> str:
     """Return the line of the start of a run that names the chosen format; see ``choose_format``."""
     chosen = choose_format(chat_template, name).name
     source = "the model's chat template" if name == "auto" else "agent.format"

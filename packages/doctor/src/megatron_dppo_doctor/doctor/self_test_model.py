@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from megatron_dppo.policy.trainer import PolicyTrainer
 from megatron_dppo.policy.update import Updater
 from megatron_dppo.run.policy_setup import trainer_from_config
 from megatron_dppo.types import Completion, Prompt, SamplingParams, VersionSpan
+from megatron_dppo.types.model_folder import Tokenizer
 from megatron_dppo.weights.probe import compute_readings
 from megatron_dppo.weights.probe_requests import ProbeError, ProbeExpectation, ProbeResponse
 from megatron_dppo.weights.verdict import ProbeResult, verify_response
@@ -54,7 +55,7 @@ class _Tokenizer:
         return {}
 
 
-_TOKENIZER: Any = _Tokenizer()
+_TOKENIZER = cast(Tokenizer, _Tokenizer())
 
 
 def hf_config() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_dppo.errors import ServerError
 from megatron_dppo_engines.serving.checks import (
@@ -95,5 +95,5 @@ def _sglang_facts(url: str, key: str | None) -> dict[str, object]:
 
 
 def _vllm_facts(url: str, key: str | None) -> dict[str, object]:
-    models = fetch_json(url, "/v1/models", key, _TIMEOUT_SECONDS).get("data") or [{}]
+    models: Any = fetch_json(url, "/v1/models", key, _TIMEOUT_SECONDS).get("data") or [{}]
     return {"context": models[0].get("max_model_len")}

@@ -21,7 +21,7 @@ class Frames(asyncio.BufferedProtocol):
     """One end of a connection. Columns are received into their final memory, without a copy."""
 
     def __init__(
-        self, on_message: Callable[[dict[str, Any], dict[str, Tensor]], None], on_close: Callable[[], None]
+        self, on_message: Callable[[dict[str, object], dict[str, Tensor]], None], on_close: Callable[[], None]
     ) -> None:
         self._on_message = on_message
         self._on_close = on_close
@@ -51,7 +51,7 @@ class Frames(asyncio.BufferedProtocol):
             self._buffer = bytearray(self._reader.send(self._buffer))
             self._filled = 0
 
-    def send(self, message: Mapping[str, Any], columns: Mapping[str, Tensor | None]) -> None:
+    def send(self, message: Mapping[str, object], columns: Mapping[str, Tensor | None]) -> None:
         """Send a message, unless the connection has ended. Columns that are None are left out."""
         if self._transport is None:
             return

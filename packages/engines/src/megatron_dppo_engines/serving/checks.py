@@ -86,7 +86,7 @@ def describe_server(url: str, engine: str, key: str | None = None, *, timeout: f
     return f"{url}: {state}, {_NAMES[engine]} {version}, model {model}"
 
 
-def identify_server(url: str, engine: str, key: str | None = None, *, timeout: float = 30.0) -> tuple[Any, Any]:
+def identify_server(url: str, engine: str, key: str | None = None, *, timeout: float = 30.0) -> tuple[object, object]:
     """Return version and model of a server; ``ServerError`` if it is silent, or another program than ``engine``."""
     try:
         if engine == "sglang":
@@ -104,7 +104,7 @@ def identify_server(url: str, engine: str, key: str | None = None, *, timeout: f
         ) from error
 
 
-def fetch_json(url: str, path: str, key: str | None, timeout: float) -> dict[str, Any]:
+def fetch_json(url: str, path: str, key: str | None, timeout: float) -> dict[str, object]:
     """Return the JSON object that a server returns for a GET."""
     text = _request(url, path, key, timeout)
     try:
@@ -202,7 +202,7 @@ def fetch_versions(
 
 
 def _sglang_problems(url: str, needs: ServerRequirements, key: str | None, timeout: float) -> Iterator[str]:
-    info = fetch_json(url, "/server_info", key, timeout)
+    info: dict[str, Any] = fetch_json(url, "/server_info", key, timeout)
     oldest, feature = _OLDEST["sglang"], ""
     if needs.sampling_mask_ids:
         oldest, feature = _OLDEST_WITH_SAMPLING_MASK, " with a sampling filter"
@@ -243,7 +243,7 @@ def _vllm_problems(url: str, needs: ServerRequirements, key: str | None, timeout
     version = fetch_json(url, "/version", key, timeout).get("version")
     yield from _version_problems(needs.engine, version, _OLDEST["vllm"])
     try:
-        info = fetch_json(url, "/server_info?config_format=json", key, timeout)
+        info: dict[str, Any] = fetch_json(url, "/server_info?config_format=json", key, timeout)
     except ServerError as error:
         if error.status != 404:
             raise
