@@ -128,14 +128,13 @@ def test_the_noise_skips_the_updates_that_the_trainer_skips_with_their_loss_scal
             scale.value /= 2
             return SimpleNamespace(applied=applied, grad_norm=1.0, has_lower_scale=True)
 
-        trainer: Any = SimpleNamespace(
-            optimizer=SimpleNamespace(
-                loss_scale=scale, step=step, megatron=SimpleNamespace(param_groups=[{"lr": 0.1}])
-            ),
-            _noise=SimpleNamespace(step=noise_step),
-            policy_version=3,
+        trainer: Any = PolicyTrainer.__new__(PolicyTrainer)
+        trainer.optimizer = SimpleNamespace(
+            loss_scale=scale, step=step, megatron=SimpleNamespace(param_groups=[{"lr": 0.1}])
         )
-        result = PolicyTrainer.apply(trainer, {})
+        trainer._noise = SimpleNamespace(step=noise_step)
+        trainer.policy_version = 3
+        result = trainer.apply({})
         assert (result.skipped, result.policy_version, trainer.policy_version) == (
             not applied,
             3 + applied,
