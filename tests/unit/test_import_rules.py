@@ -61,7 +61,7 @@ PACKAGES: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "numpy", "transformers", "tokenizers", "pyarrow", "datasets", "jinja2"},
     ),
     "report": (
-        {"errors", "files", "parallel", "types"},
+        {"config", "errors", "files", "parallel", "types"},
         {"torch", "numpy", "wandb", "comet_ml", "matplotlib", "rich", "accelerate", "pyarrow"},
     ),
     "rewards": (
