@@ -78,7 +78,7 @@ def load_model_config(path: str) -> tuple[Any, str | None]:
         for family in FAMILIES.values()
         for model in family.published
     }
-    known = (published | KNOWN_MODELS).get(Path(path).name)
+    known = {**published, **KNOWN_MODELS}.get(Path(path).name)
     if known is None or (Path(path) / "config.json").is_file():
         return read_hf_config(path), None
     from transformers import AutoConfig
