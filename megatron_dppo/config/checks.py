@@ -153,12 +153,7 @@ def check_batch_invariant(
     requirements: list[tuple[bool, str, object, str]] = [
         (rollout.engine != "local", "rollout.engine", rollout.engine, "'local'"),
         (rollout.dtype != model.dtype, "rollout.dtype", rollout.dtype, model_dtype),
-        (
-            rollout.generate is not None,
-            "rollout.generate",
-            rollout.generate,
-            "null: all ranks sample in lockstep",
-        ),
+        (rollout.generate is not None, "rollout.generate", rollout.generate, "null: all ranks sample in lockstep"),
         (agent.is_set, "[agent]", "set", "no agent: all ranks sample in lockstep"),
         (rollout.abort_slowest, "rollout.abort_slowest", True, "false: all ranks sample in lockstep"),
         (
