@@ -19,7 +19,7 @@ from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.run import CheckpointConfig, LogConfig, RunConfig
 from megatron_dppo.config.section import Section
-from megatron_dppo.config.train import TrainConfig, WarmupConfig
+from megatron_dppo.config.train import TrainConfig
 
 
 class Config(Section):
@@ -37,21 +37,19 @@ class Config(Section):
     distillation: DistillationConfig = DistillationConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig
-    warmup: WarmupConfig = WarmupConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
     @property
     def batch(self) -> BatchSizes:
-        """Batch sizes of RL and of the warm-up."""
+        """Batch sizes of a step."""
         return BatchSizes(
             prompts_per_step=self.rollout.prompts_per_step,
             samples_per_prompt=self.rollout.samples_per_prompt,
             mini_batches=self.train.mini_batches,
             epochs=self.train.epochs,
             num_steps=self.run.num_steps,
-            warmup_batch_size=self.warmup.batch_size if self.warmup.num_steps else None,
         )
 
     @property

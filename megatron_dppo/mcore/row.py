@@ -104,7 +104,7 @@ def record_row(output: LossOutput, row: MicroBatchRow) -> RowRecord:
     """Return the record of the whole row on every context-parallel rank; a collective of them.
 
     Raises:
-        ValueError: The loss returns no log-probabilities, as that of a warm-up.
+        ValueError: The loss returns no log-probabilities, as the supervised one.
     """
     if output.logprobs is None:
         raise ValueError("The tokens of this loss cannot be recorded: it returns no LossOutput.logprobs.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from torch.nn import Module
@@ -129,21 +128,17 @@ def correct_tensor_parallel_marks(model: Module) -> None:
             parameter.tensor_model_parallel = not is_replicated  # type: ignore[attr-defined]
 
 
-def check_adam_support(optimizers: Mapping[str, OptimizerConfig]) -> None:
-    """Check, without Transformer Engine, that no optimizer needs its Adam.
-
-    Args:
-        optimizers: Optimizer configurations by the name of their section.
+def check_adam_support(optimizer: OptimizerConfig) -> None:
+    """Check, without Transformer Engine, that the optimizer does not need its Adam.
 
     Raises:
         ConfigError: A precision-aware optimizer is on the GPU.
     """
-    for name, optimizer in optimizers.items():
-        if optimizer.use_precision_aware_optimizer and not optimizer.optimizer_cpu_offload:
-            raise ConfigError(
-                f"{name}.use_precision_aware_optimizer = true: on the GPU that is Transformer Engine's Adam, and there "
-                f"is none here. Install transformer-engine, or set {name}.optimizer_cpu_offload = true"
-            )
+    if optimizer.use_precision_aware_optimizer and not optimizer.optimizer_cpu_offload:
+        raise ConfigError(
+            "optimizer.use_precision_aware_optimizer = true: on the GPU that is Transformer Engine's Adam, and there "
+            "is none here. Install transformer-engine, or set optimizer.optimizer_cpu_offload = true"
+        )
 
 
 def _versions() -> str:

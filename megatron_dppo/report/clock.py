@@ -12,7 +12,7 @@ class Progress:
     """The current phase of this process's main thread, for threads that watch it.
 
     Attributes:
-        step: Completed rollout steps; during the warm-up, its steps.
+        step: Completed rollout steps.
         phase: Current phase, such as ``rollout`` or ``forward_backward``; ``loop`` between two phases.
         changes: Number of changes of step or phase.
         entered: ``time.time()`` of the last change.

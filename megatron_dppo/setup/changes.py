@@ -73,7 +73,6 @@ KEY_KINDS: dict[str, ChangeKind] = {
     "optimizer.overlap_cpu_optimizer_d2h_h2d": "free",
     "optimizer.pin_cpu_grads": "free",
     "optimizer.*": "results",
-    "warmup.*": "results",
     "eval.stop_at_accuracy": "free",  # ends the run earlier, with the same results until then
     "eval.*": "results",
     "checkpoint.*": "free",
@@ -123,13 +122,14 @@ def find_changes(
     """Return every key that differs, sorted.
 
     Args:
-        before: Configuration of the run so far, as JSON. A key that its version did not have counts as its default.
+        before: Configuration of the run so far, as JSON. A key that its version did not have counts as its default, and
+            sections that this version no longer has are left out.
         config: Configuration of this start.
         folder: Working directory of the run so far, which its relative paths start at.
         old_contents: Its files. None if unknown.
         contents: Files of this start.
     """
-    old = dict(flatten(before))
+    old = dict(flatten({section: keys for section, keys in before.items() if section in Config.model_fields}))
     new = dict(flatten(config.model_dump(mode="json")))
     defaults = default_values()
     changes = []

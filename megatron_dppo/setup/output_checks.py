@@ -103,7 +103,6 @@ def run_bytes(config: Config, inputs: ModelInputs) -> int:
         * checkpoint_bytes(config.model, config.lora, inputs)
         + _LOGS
     )
-    total += parameters * 4 * (config.warmup.num_steps > 0)  # base/
     total += weights_bytes(config.model, inputs) * checkpoint.export_hf
     total += num_trained_parameters(config.lora, inputs) * DTYPES[config.model.dtype].itemsize * (config.lora.rank > 0)
     if config.rollout.engine != "local" and config.rollout.weight_sync.method == "disk":

@@ -57,8 +57,6 @@ RUN_FILES = (
     "report.html",
     "rollouts",
     "checkpoints",
-    "base",
-    "base.partial",
     "hf",
     "hf-adapter",
     "hf-adapter.partial",
@@ -173,7 +171,6 @@ def _inputs(config: Config) -> Iterator[tuple[str, str]]:
         "distillation.teacher_path": config.distillation.teacher_path,
         "data.train": config.data.train,
         "data.eval": config.data.eval,
-        "warmup.data": config.warmup.data,
         "checkpoint.fork_from": config.checkpoint.fork_from,
     }
     for key, value in named.items():

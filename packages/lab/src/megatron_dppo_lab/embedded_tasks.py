@@ -253,19 +253,23 @@ def _tokenizer(entries: list[str]) -> Tokenizer:
     return tokenizer
 
 
+MODEL_TASKS = ("chain_sum", "rare_words", "rare_chain", "rare_words_32k")
+"""Tasks whose model ``write_model_folder`` knows. The second and third have one folder."""
+
+
 def write_model_folder(task: str, folder: Path, head_dim: int = 16) -> None:
     """Write config.json, generation_config.json, tokenizer.json and tokenizer_config.json.
 
     Args:
-        task: ``chain_sum``, ``rare_words``, ``rare_chain`` or ``rare_words_32k``. The second and third have one folder.
+        task: One of ``MODEL_TASKS``.
         folder: Folder to create.
         head_dim: Size of a head. vLLM's CPU attention has heads of 32, and none of 16.
 
     Raises:
         ValueError: No such task.
     """
-    if task not in ("chain_sum", "rare_words", "rare_chain", "rare_words_32k"):
-        raise ValueError(f"task {task!r}; expected chain_sum, rare_words, rare_chain or rare_words_32k")
+    if task not in MODEL_TASKS:
+        raise ValueError(f"task {task!r}; expected one of {', '.join(MODEL_TASKS)}")
     if task == "chain_sum":
         tokenizer, sizes = character_tokenizer(), {}
     else:

@@ -28,37 +28,59 @@ class RunnableExample:
     """Folder in ``examples/``."""
     config: str
     """Configuration file in that folder."""
-    make_model: Callable[[], Path]
-    """Function that returns the model's folder in the cache. The first call builds the model."""
+    make_model: Callable[[int], Path]
+    """Function of the run's seed that returns the model's folder. The first call builds the model."""
+    processes: int = 2
+    """Training processes unless the command line has another number."""
+    is_bf16: bool = False
+    """True if the configuration trains in bf16."""
 
 
-def _smollm2() -> Path:
+def _smollm2(seed: int) -> Path:
     from megatron_dppo_lab.smollm2 import model_folder
 
     return model_folder(_print)
 
 
-def _smollm2_moe() -> Path:
+def _smollm2_moe(seed: int) -> Path:
     from megatron_dppo_lab.smollm2 import mixture_folder
 
     return mixture_folder(_print)
 
 
+def _base(task: str) -> Callable[[int], Path]:
+    """Return the function that makes the base model of an embedded task."""
+
+    def make(seed: int) -> Path:
+        from megatron_dppo_lab.base_model import create_base
+
+        folder = MODELS / f"{task}-{seed}"
+        if not folder.exists():
+            create_base(f"task:{task}", folder, [f"--run.seed={seed}"])
+        return folder
+
+    return make
+
+
 RUNNABLE: Mapping[str, RunnableExample] = {
-    "smollm2": RunnableExample("smollm2", "dppo.toml", _smollm2),
-    "smollm2-moe": RunnableExample("smollm2", "moe.toml", _smollm2_moe),
+    "rare_chain": RunnableExample("rare_words", "chain.toml", _base("rare_chain"), processes=1),
+    "rare_words": RunnableExample("rare_words", "words.toml", _base("rare_words"), processes=1),
+    "smollm2": RunnableExample("smollm2", "dppo.toml", _smollm2, is_bf16=True),
+    "smollm2-moe": RunnableExample("smollm2", "moe.toml", _smollm2_moe, is_bf16=True),
 }
 """Runnable examples by the name on the command line."""
 
 
-def run_example(name: str, files: Path, *, output: Path, processes: int, seed: int, overrides: Sequence[str]) -> int:
+def run_example(
+    name: str, files: Path, *, output: Path, processes: int | None, seed: int, overrides: Sequence[str]
+) -> int:
     """Build the model, train, write the report.
 
     Args:
         name: Key of ``RUNNABLE``.
         files: Folder with the example's configuration, data and reward.
         output: Folder of the run. An earlier run in it is moved to ``old/``.
-        processes: Training processes on this machine.
+        processes: Training processes on this machine. None uses the example's number.
         seed: Value of ``run.seed``.
         overrides: Further ``--section.key VALUE``.
 
@@ -72,12 +94,13 @@ def run_example(name: str, files: Path, *, output: Path, processes: int, seed: i
 
     example = RUNNABLE[name]
     start_time = time.perf_counter()
-    model = example.make_model()
     # torchrun would hide the message of the training processes behind its own traceback.
     require_extra("examples")
+    model = example.make_model(seed)
+    processes = processes or example.processes
     _link(model, MODELS / name)
     settings = ["--run.output_dir", str(output), "--run.overwrite", "true", "--run.seed", str(seed)]
-    if not has_fast_bf16():
+    if example.is_bf16 and not has_fast_bf16():
         _print("model    bf16 is not faster on this CPU: training in fp32, about twice as long")
         settings += ["--model.dtype", "fp32", "--rollout.dtype", "fp32"]
     if importlib.util.find_spec("pyarrow") is not None:
