@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_dppo.commands.main import main
+from megatron_dppo.config.io import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo_lab import base_model
 from megatron_dppo_lab.catalogue import base_identity, base_settings
@@ -67,6 +69,31 @@ def test_problems_are_reported_before_anything_is_trained(
     assert main(["base", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not trained and not (tmp_path / "new").exists()
+
+
+def test_an_example_makes_its_base_model_once_for_each_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, ...]] = []
+    commands: list[list[str]] = []
+
+    def create_base(source: str, folder: Path, overrides: list[str]) -> None:
+        made.append((source, *overrides))
+        folder.mkdir(parents=True)
+
+    def run(command: list[str], **_: Any) -> Any:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(base_model, "create_base", create_base)
+    monkeypatch.setattr(subprocess, "run", run)
+    for seed in ("0", "3", "3"):
+        assert main(["examples", "rare_chain", "--seed", seed]) == 0
+        training = commands[-2]
+        index = training.index("megatron_dppo.train")
+        config = load_config(training[index + 1], training[index + 2 :])
+        assert Path(config.model.path).resolve() == tmp_path / f"runs/models/rare_chain-{seed}"
+        assert training[training.index("--nproc-per-node") + 1] == "1" and config.rollout.dtype == "fp32"
+    assert made == [("task:rare_chain", "--run.seed=0"), ("task:rare_chain", "--run.seed=3")]
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "rare_words", "rare_chain", "rare_words_32k"])
