@@ -125,4 +125,4 @@ LEFT_KEYS: Mapping[str, str] = {
     "with SOURCE = warmup.data and N = warmup.num_steps (an older version has left it in RUN/base). Set model.path to "
     "that folder, and remove [warmup] and model.random_init",
 }
-"""What replaces keys and sections that the trainer no longer has."""
+"""Replacements of keys and sections that the trainer no longer has."""
