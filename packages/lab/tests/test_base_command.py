@@ -65,7 +65,13 @@ def test_problems_are_reported_before_anything_is_trained(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(base_model.subprocess, "run", lambda command: pytest.fail("training processes were started"))
+    started = subprocess.run
+
+    def run(command: list[str], **more: Any) -> Any:
+        assert "torch.distributed.run" not in command, "training processes were started"
+        return started(command, **more)
+
+    monkeypatch.setattr(subprocess, "run", run)
     assert main(["base", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not trained and not (tmp_path / "new").exists()
