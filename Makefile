@@ -46,7 +46,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Left out: every loss on every layout (make test-matrix has that with both versions), servers, the rest of tests/unit, and
 # builds of extensions that fail, which are tested with Python 3.11.
-# The demo is three whole runs after a warm-up; that a longer one learns is shown with Python 3.11.
+# The demo is three whole runs from one base model; that a longer one learns is shown with Python 3.11.
 PYTHON312_TESTS := tests/unit/mcore/test_extensions.py \
 	tests/distributed/test_model_parity.py::test_one_process_equals_transformers \
 	'tests/distributed/test_families.py::test_families_equal_transformers[1]' tests/distributed/test_checkpoints.py \

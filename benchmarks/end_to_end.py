@@ -11,7 +11,7 @@ every second rollout, which is counted). Counted are the user and system seconds
 processes of a run from its first rollout on; "with start-up" adds imports and model building. A run is deterministic,
 but its CPU time grows with the load of the machine: the sides take turns, and the least of --repeats runs counts.
 
-Without --base, a base is warmed up for each seed (about a minute each). Without --trl-python, TRL gets an environment
+Without --base, a base is made for each seed (about a minute each). Without --trl-python, TRL gets an environment
 of its own below ~/.cache/megatron_dppo. Figures of one machine, of one run: docs/results/benchmarks.md.
 """
 
@@ -38,7 +38,6 @@ from megatron_dppo.types import Prompt
 from megatron_dppo_lab.smollm2 import model_folder
 
 ROOT = Path(__file__).resolve().parents[1]
-WARMUP_CONFIG = ROOT / "examples" / "chain_sum" / "dppo.toml"
 TRL_PACKAGES = ("torch==2.13.0", "transformers==5.23.0", "trl==1.16.0")
 _BF16 = {"bf16": True}
 """TRL's usual mixed precision: fp32 weights, bf16 products. Ours: bf16 weights, fp32 in the optimizer."""
@@ -136,14 +135,14 @@ def our_command(config: Path, processes: int, overrides: Sequence[str]) -> list[
 
 
 def make_base(task: str, folder: Path, seed: int) -> Path:
-    """Return the base model: warmed up once for each seed (chain_sum), or the pretrained one (smollm2)."""
+    """Return the base model: made once for each seed (chain_sum), or the pretrained one (smollm2)."""
     if task == "smollm2":
         return model_folder(print)
-    base = folder / f"warmup-{seed}" / "base"
-    if not (base / "warmup.json").is_file():
-        print(f"warming up the base of seed {seed} (about a minute)", flush=True)
-        chosen = ["--run.seed", seed, "--run.output_dir", base.parent, "--run.num_steps", 1, "--run.overwrite", "true"]
-        command = our_command(WARMUP_CONFIG, 2, [str(x) for x in chosen])
+    base = folder / f"base-{seed}"
+    if not base.is_dir():
+        print(f"making the base of seed {seed} (about a minute)", flush=True)
+        command = [sys.executable, "-m", "megatron_dppo.commands.main", "base", "task:chain_sum", str(base)]
+        command += ["--seed", str(seed), "--processes", "2", "--parallel.expert_model_parallel_size", "2"]
         subprocess.run(command, env=environment(1), stdout=subprocess.DEVNULL, check=True)
     return base
 

@@ -55,7 +55,7 @@ else
 fi
 [[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "--nproc-per-node = '$nproc': expected a number of ranks"
 arguments=("$root/examples/chain_sum/$engine.toml" --nproc-per-node "$nproc" --run.output_dir "$output"
-    --run.num_steps 4 --warmup.num_steps 30 --checkpoint.save_every 1 --eval.max_prompts 16
+    --run.num_steps 4 --checkpoint.save_every 1 --eval.max_prompts 16
     --rollout.prompts_per_step "$((8 * nproc))" --rollout.samples_per_prompt 8
     --parallel.expert_model_parallel_size "$((nproc % 2 ? 1 : 2))" "${overrides[@]}")
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Make the base model of ``megatron-dppo demo`` anew: ``python tools/make_demo_base.py FOLDER``.
 
-Writes ``FOLDER/rare_chain-0-HASH`` (about three minutes of one core); HASH is of the warm-up's settings. To ship
+Writes ``FOLDER/rare_chain-0-HASH`` (about three minutes of one core); HASH is of its settings. To ship
 it, move it to ``packages/lab/src/megatron_dppo_lab/bases/`` and delete the old one there.
 """
 
@@ -16,7 +16,7 @@ from megatron_dppo_lab.store import Store
 
 
 def main() -> None:
-    """Warm the model up, also where the package has it."""
+    """Train the model, also where the package has it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
@@ -27,9 +27,6 @@ def main() -> None:
     if target.exists():
         parser.error(f"{target} is there; nothing was made")
     make_base_at(store, run, target, print)
-    (
-        target / "warmup.json"
-    ).unlink()  # names folders of this machine; a run that starts from the weights does not read it
     for file in target.iterdir():
         file.chmod(0o644)
     print(target)

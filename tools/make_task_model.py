@@ -2,7 +2,6 @@
 
 python tools/make_task_model.py chain_sum examples/chain_sum/model
 python tools/make_task_model.py chain_sum examples/chain_sum/model_vllm 32    # vLLM's CPU attention has no heads of 16
-python tools/make_task_model.py rare_words examples/rare_words/model
 """
 
 from __future__ import annotations

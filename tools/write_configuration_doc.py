@@ -78,7 +78,7 @@ The checks are:
 - Model folder: configuration, tokenizer (no token without an embedding), and every weight by the headers of its files
   (missing, truncated, or of a wrong shape). On a machine without GPU a dry run also builds the model with Megatron,
   without memory.
-- Data: every row of all files, including the warm-up's, against chat template, prompt length and context length.
+- Data: every row of all files, against chat template, prompt length and context length.
 - Layout: batch sizes for the number of processes, and CUDA devices for the processes of this machine.
 - User functions: reward and generate functions load, and their signatures are known. A loss of your own must make a
   response with a positive advantage more likely.

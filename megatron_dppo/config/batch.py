@@ -1,4 +1,4 @@
-"""Batch sizes of a step and of the warm-up, collected from several sections."""
+"""Batch sizes of a step, collected from several sections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """Samples per step, optimizer updates per step, and the batch size of the warm-up."""
+    """Samples and optimizer updates per step."""
 
     prompts_per_step: int
     """Prompts of one rollout step, over all ranks."""
@@ -19,5 +19,3 @@ class BatchSizes:
     """Passes over the samples of one step."""
     num_steps: int
     """Rollout steps of the run."""
-    warmup_batch_size: int | None
-    """Sequences per warm-up update, over all ranks. None if the run has no warm-up."""

@@ -21,12 +21,12 @@ from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.run import CheckpointConfig, RunConfig
 from megatron_dppo.config.section import Section
-from megatron_dppo.config.train import ENGINE_REPLAY_MODES, TrainConfig, WarmupConfig
+from megatron_dppo.config.train import ENGINE_REPLAY_MODES, TrainConfig
 
 # Optimizer memory and router weights.
 
 
-def check_optimizer(name: str, optimizer: OptimizerConfig, model: ModelConfig, parallel: ParallelConfig) -> None:
+def check_optimizer(optimizer: OptimizerConfig, model: ModelConfig, parallel: ParallelConfig) -> None:
     """Reject memory settings that Megatron rejects or ignores."""
     dtype = model.dtype
     distributed = parallel.use_distributed_optimizer
@@ -35,31 +35,31 @@ def check_optimizer(name: str, optimizer: OptimizerConfig, model: ModelConfig, p
     keys = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     given = [key for key in keys if key in optimizer.changed_keys()]
     if given and dtype != "fp16":
-        raise ValueError(f"{name}.{given[0]} has no effect with model.dtype = {dtype!r}; remove it")
+        raise ValueError(f"optimizer.{given[0]} has no effect with model.dtype = {dtype!r}; remove it")
     # Moments and master weights below fp32 exist only in Transformer Engine's optimizer.
-    low = [f"{name}.{key} = {value!r}" for key, value in dtypes.items() if value != "fp32"]
+    low = [f"optimizer.{key} = {value!r}" for key, value in dtypes.items() if value != "fp32"]
     if optimizer.optimizer_cpu_offload and not optimizer.use_precision_aware_optimizer:
         raise ValueError(
-            f"{name}.optimizer_cpu_offload = true with use_precision_aware_optimizer = false: Megatron then also "
+            "optimizer.optimizer_cpu_offload = true with use_precision_aware_optimizer = false: Megatron then also "
             "keeps the fp32 copies on the GPU, and cannot load a checkpoint. Set use_precision_aware_optimizer = "
             "true; on the host it needs no Transformer Engine"
         )
     if optimizer.use_precision_aware_optimizer and not (distributed and dtype == "bf16"):
         raise ValueError(
-            f"{name}.use_precision_aware_optimizer = true with model.dtype = {dtype!r} and "
+            f"optimizer.use_precision_aware_optimizer = true with model.dtype = {dtype!r} and "
             f"parallel.use_distributed_optimizer = {str(distributed).lower()}: Megatron supports it only for bf16 "
             "weights with the distributed optimizer. Set both, or remove it"
         )
     if low and (optimizer.optimizer_cpu_offload or not optimizer.use_precision_aware_optimizer):
         raise ValueError(
             f"{low[0]}: only Transformer Engine's Adam on the GPU supports dtypes other than fp32. Set "
-            f"{name}.use_precision_aware_optimizer = true and optimizer_cpu_offload = false, or remove it"
+            f"optimizer.use_precision_aware_optimizer = true and optimizer_cpu_offload = false, or remove it"
         )
     if not optimizer.optimizer_cpu_offload and (
         optimizer.optimizer_offload_fraction < 1 or optimizer.overlap_cpu_optimizer_d2h_h2d
     ):
         raise ValueError(
-            f"{name}.optimizer_offload_fraction = {optimizer.optimizer_offload_fraction:g} and "
+            f"optimizer.optimizer_offload_fraction = {optimizer.optimizer_offload_fraction:g} and "
             f"overlap_cpu_optimizer_d2h_h2d = {str(optimizer.overlap_cpu_optimizer_d2h_h2d).lower()} have no effect "
             "without optimizer_cpu_offload = true; set it, or remove them"
         )
@@ -115,14 +115,9 @@ def check_adapter_sync(rollout: RolloutConfig, lora: LoraConfig, model: ModelCon
         )
 
 
-def check_lora(lora: LoraConfig, warmup: WarmupConfig, model: ModelConfig) -> None:
+def check_lora(lora: LoraConfig, model: ModelConfig) -> None:
     if not lora.rank:
         return
-    if warmup.num_steps:
-        raise ValueError(
-            f"lora.rank = {lora.rank} with warmup.num_steps = {warmup.num_steps}: the warm-up trains all weights. "
-            "Run the warm-up without [lora], and set model.path to its RUN/base"
-        )
     for key, reason in _INCOMPATIBLE_WITH_LORA.items():
         if model.transformer.get(key):
             raise ValueError(
@@ -313,11 +308,12 @@ def check_reference(model: ModelConfig, *, is_needed: bool) -> None:
         )
 
 
-def check_random_weights(model: ModelConfig, warmup: WarmupConfig, distillation: DistillationConfig) -> None:
-    if model.random_init and warmup.num_steps == 0 and not distillation.is_enabled:
+def check_random_weights(model: ModelConfig, distillation: DistillationConfig) -> None:
+    if model.random_init and not distillation.is_enabled:
         raise ValueError(
-            "model.random_init = true starts RL from random weights, which never reach a reward. Set "
-            "warmup.num_steps above 0, set model.path to a folder with weights, or set distillation.teacher_path"
+            "model.random_init = true starts RL from random weights, which never reach a reward. Set model.path to a "
+            "folder with weights (`megatron-dppo base` makes a small one) and random_init = false, or set "
+            "distillation.teacher_path"
         )
 
 
@@ -351,16 +347,6 @@ def check_eval_filters(evaluation: EvalConfig, rollout: RolloutConfig, data: Dat
             f"eval.top_k = 0 with eval.temperature = {evaluation.temperature}, rollout.engine = 'vllm' and rollout "
             "filters: a vLLM server that returns the allowed token ids rejects requests without top_k. Set "
             "eval.top_k (4096 excludes almost nothing), or eval.temperature = 0"
-        )
-
-
-def check_fork(checkpoint: CheckpointConfig, warmup: WarmupConfig) -> None:
-    source = checkpoint.fork_from
-    if source is not None and warmup.num_steps:
-        raise ValueError(
-            f"checkpoint.fork_from = {source!r} with warmup.num_steps = {warmup.num_steps}: a fork starts with the "
-            "checkpoint's weights. Set warmup.num_steps = 0 and model.random_init = false, and set model.path to "
-            "the folder that the other run warmed up (RUN/base)"
         )
 
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_dppo.config.describe import closest_hint, exact_hint
+from megatron_dppo.config.foreign_keys import LEFT_KEYS
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.paths import read_tables, resolve_paths
@@ -279,7 +280,9 @@ def _explain(detail: ErrorDetails) -> str:
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:
-    """Return the closest known name for an unknown key, or the known keys of the section."""
+    """Return what replaces an unknown key: the closest known name, or the known keys of the section."""
+    if replacement := LEFT_KEYS.get(str(location[0])):
+        return f"; {replacement}"
     model: Any = Config
     for part in location[:-1]:
         # A table of named sections, dict[str, Section]: its second argument is the type of a section.

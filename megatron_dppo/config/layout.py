@@ -367,10 +367,6 @@ def _batch_problems(batch: BatchSizes, layout: Layout) -> list[str]:
             f"each data parallel rank has {prompts} / {layout.dp} * {samples} = {per_rank} samples, which do not "
             f"divide into train.mini_batches = {batch.mini_batches}"
         )
-    if batch.warmup_batch_size is not None and batch.warmup_batch_size % layout.dp:
-        problems.append(
-            f"warmup.batch_size = {batch.warmup_batch_size} is not a multiple of the data parallel size {layout.dp}"
-        )
     return problems
 
 

@@ -62,7 +62,7 @@ class ModelConfig(Section):
     """Origin of the Megatron model and of the conversion of its weights. "builtin" has the families of docs/models.md.
     "megatron-bridge" is NVIDIA's package, for other models on GPUs; an export checks every load."""
     random_init: bool = False
-    """Start from random weights with the folder's configuration. Use it only with a warm-up or in tests."""
+    """Start from random weights with the folder's configuration. Only a teacher (``[distillation]``) can train them."""
     reference_path: str | None = None
     """Hugging Face folder of the reference policy for ``loss.kl_coef`` and ``reward.kl_coef``. null uses the policy's
     weights at the start of RL."""

@@ -68,20 +68,3 @@ class OptimizerConfig(Section):
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr = {self.min_lr} is above lr = {self.lr}; lower min_lr")
         return self
-
-
-class WarmupOptimizerConfig(OptimizerConfig):
-    """The optimizer of the warm-up: the keys of ``[optimizer]`` with defaults for the embedded task."""
-
-    lr: float = Field(6e-3, gt=0)
-    """Peak learning rate of the warm-up."""
-    min_lr: float = Field(6e-4, ge=0)
-    """Learning rate at the end of the warm-up's decay."""
-    lr_warmup_steps: int = Field(20, ge=0)
-    """Steps of linear increase at the start of the warm-up."""
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape of the decay, from the end of the linear increase to the last warm-up step."""
-    adam_beta2: float = Field(0.98, ge=0, lt=1)
-    """Decay rate of Adam's second moment."""
-    weight_decay: float = Field(0.01, ge=0)
-    """Decoupled weight decay (AdamW)."""

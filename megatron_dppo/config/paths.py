@@ -26,7 +26,6 @@ _PATHS = (
     ("checkpoint", "fork_from"),
     ("data", "train"),
     ("data", "eval"),
-    ("warmup", "data"),
 )
 """Keys whose values are paths or data sources."""
 

@@ -19,7 +19,7 @@ from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.rollout import AgentConfig, RolloutConfig
 from megatron_dppo.config.run import CheckpointConfig, LogConfig, RunConfig
 from megatron_dppo.config.section import Section
-from megatron_dppo.config.train import TrainConfig, WarmupConfig
+from megatron_dppo.config.train import TrainConfig
 
 
 class Config(Section):
@@ -37,21 +37,19 @@ class Config(Section):
     distillation: DistillationConfig = DistillationConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig
-    warmup: WarmupConfig = WarmupConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
     @property
     def batch(self) -> BatchSizes:
-        """Batch sizes of RL and of the warm-up."""
+        """Batch sizes of a step."""
         return BatchSizes(
             prompts_per_step=self.rollout.prompts_per_step,
             samples_per_prompt=self.rollout.samples_per_prompt,
             mini_batches=self.train.mini_batches,
             epochs=self.train.epochs,
             num_steps=self.run.num_steps,
-            warmup_batch_size=self.warmup.batch_size if self.warmup.num_steps else None,
         )
 
     @property
@@ -80,12 +78,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Config:
-        checks.check_optimizer("optimizer", self.optimizer, self.model, self.parallel)
-        checks.check_optimizer("warmup.optimizer", self.warmup.optimizer, self.model, self.parallel)
+        checks.check_optimizer(self.optimizer, self.model, self.parallel)
         if self.train.router_replay_weights:
             checks.check_router_weights(self.train.router_replay, self.rollout.engine, self.model.transformer)
         checks.check_adapter_sync(self.rollout, self.lora, self.model)
-        checks.check_lora(self.lora, self.warmup, self.model)
+        checks.check_lora(self.lora, self.model)
         self._check_signal()
         checks.check_batch_invariant(
             self.rollout, self.parallel, self.train, model=self.model, agent=self.agent, evaluation=self.eval
@@ -100,10 +97,9 @@ class Config(Section):
         checks.check_sources(self.data, self.rollout, self.reward, self.agent)
         checks.check_mini_batches(self.rollout, self.train)
         checks.check_reference(self.model, is_needed=self.needs_reference or self.loss.has_text)
-        checks.check_random_weights(self.model, self.warmup, self.distillation)
+        checks.check_random_weights(self.model, self.distillation)
         checks.check_evaluations(self.eval, self.data, self.checkpoint)
         checks.check_eval_filters(self.eval, self.rollout, self.data)
-        checks.check_fork(self.checkpoint, self.warmup)
         checks.check_accepted_keys(self.checkpoint, type(self))
         checks.check_colocated(self.rollout, self.train, self.eval)
         return self

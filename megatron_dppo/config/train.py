@@ -1,4 +1,4 @@
-"""The sections ``[train]`` and ``[warmup]``."""
+"""The section ``[train]``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from megatron_dppo.config.optimizer import WarmupOptimizerConfig
 from megatron_dppo.config.section import Section
 from megatron_dppo.config.user_functions import BuiltInAdvantage, check_advantage
 from megatron_dppo.errors import ConfigError
@@ -138,16 +137,3 @@ class TrainConfig(Section):
     def _advantage_is_known(self) -> TrainConfig:
         check_advantage(self.advantage, self.advantage_options)
         return self
-
-
-class WarmupConfig(Section):
-    """A short supervised phase before RL."""
-
-    num_steps: int = Field(0, ge=0)
-    """Optimizer updates of the warm-up. 0 disables it."""
-    data: str = "task:chain_sum"
-    """Training data: an embedded task (``task:chain_sum``, ``task:rare_words``, ``task:rare_chain``,
-    ``task:rare_words_32k``), or a JSONL file with ``prompt`` and ``response``."""
-    batch_size: int = Field(96, gt=0)
-    """Sequences per update, over all ranks."""
-    optimizer: WarmupOptimizerConfig = WarmupOptimizerConfig()

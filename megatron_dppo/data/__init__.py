@@ -1,1 +1,1 @@
-"""Prompts, supervised examples, and the way from token sequences to packed micro-batches."""
+"""Prompts, and the way from token sequences to packed micro-batches."""

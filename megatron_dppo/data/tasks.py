@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, Protocol, cast
 
 from megatron_dppo.errors import DataError
 from megatron_dppo.functions.packages import INSTALL, installed, load
@@ -25,14 +24,6 @@ class Task(Protocol):
         """Return the rows of a split, always the same in the same order."""
 
 
-@runtime_checkable
-class TaskWithCorpus(Task, Protocol):
-    """An embedded task with a warm-up corpus."""
-
-    def demonstration(self, rng: random.Random, /) -> tuple[str, str]:
-        """Return prompt and response of one sample of the corpus."""
-
-
 def load_task(source: str) -> Task:
     """Return the task of a source."""
     points = installed(GROUP)
@@ -42,14 +33,3 @@ def load_task(source: str) -> Task:
         hint = "" if points else f". No package with tasks is installed; fix: {INSTALL}"
         raise DataError(f"unknown task {source!r}; expected {known}a file, or {HUB}owner/name{hint}")
     return cast(Task, load(points[name])(source))
-
-
-def load_task_with_corpus(source: str) -> TaskWithCorpus:
-    """Return the task of a source for a warm-up."""
-    task = load_task(source)
-    if not isinstance(task, TaskWithCorpus):
-        raise DataError(
-            f"{source!r} has no warm-up corpus. Fix: set warmup.data to another task, or to a file with 'prompt' and "
-            "'response'"
-        )
-    return task

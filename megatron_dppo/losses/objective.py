@@ -111,7 +111,7 @@ def policy_loss(inputs: LossInputs, config: LossConfig, *, counterfactuals: bool
 
 
 def supervised_loss(inputs: LossInputs) -> LossOutput:
-    """Negative log-likelihood of the labels, summed over the loss mask; for a supervised warm-up.
+    """Negative log-likelihood of the labels, summed over the loss mask; for supervised training.
 
     Needs no rollout log-probabilities; advantages are ignored.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from torch.nn import Module
@@ -109,14 +108,13 @@ def correct_tensor_parallel_marks(model: Module) -> None:
             parameter.tensor_model_parallel = not is_replicated  # type: ignore[attr-defined]
 
 
-def check_adam_support(optimizers: Mapping[str, OptimizerConfig]) -> None:
-    """Check, without Transformer Engine, that no optimizer (by section) needs its Adam."""
-    for name, optimizer in optimizers.items():
-        if optimizer.use_precision_aware_optimizer and not optimizer.optimizer_cpu_offload:
-            raise ConfigError(
-                f"{name}.use_precision_aware_optimizer = true: on the GPU that is Transformer Engine's Adam, and there "
-                f"is none here. Install transformer-engine, or set {name}.optimizer_cpu_offload = true"
-            )
+def check_adam_support(optimizer: OptimizerConfig) -> None:
+    """Check, without Transformer Engine, that the optimizer does not need its Adam."""
+    if optimizer.use_precision_aware_optimizer and not optimizer.optimizer_cpu_offload:
+        raise ConfigError(
+            "optimizer.use_precision_aware_optimizer = true: on the GPU that is Transformer Engine's Adam, and there "
+            "is none here. Install transformer-engine, or set optimizer.optimizer_cpu_offload = true"
+        )
 
 
 def _versions() -> str:

@@ -32,32 +32,15 @@ class DiskProgress:
 
     step: int = 0
     """Step of the newest complete checkpoint. 0 without one."""
-    warm: bool = False
-    """True if the warmed-up model exists."""
-    warmup_step: int = 0
-    """Step that an interrupted warm-up has saved."""
 
     @classmethod
     def read(cls, output_dir: Path) -> DiskProgress:
         """Return the progress in the folder of a run."""
-        folder = checkpoints_folder(output_dir)
-        return cls(
-            step=_newest_step(folder),
-            warm=(output_dir / "base").is_dir(),
-            warmup_step=_newest_step(folder / "warmup"),
-        )
+        saved = checkpoints(checkpoints_folder(output_dir))
+        return cls(step_number(saved[-1]) if saved else 0)
 
     def __str__(self) -> str:
-        if self.step:
-            return f"the checkpoint of step {self.step}"
-        if self.warm:
-            return "the warmed-up model"
-        return f"step {self.warmup_step} of the warm-up" if self.warmup_step else "the beginning"
-
-
-def _newest_step(folder: Path) -> int:
-    saved = checkpoints(folder)
-    return step_number(saved[-1]) if saved else 0
+        return f"the checkpoint of step {self.step}" if self.step else "the beginning"
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 class Progress:
     """The current phase of this process's main thread, for threads that watch it; ``loop`` between two phases.
 
-    ``step`` counts completed rollout steps; during the warm-up, its steps. ``entered`` is the time of the last of
-    ``changes`` of step or phase.
+    ``step`` counts completed rollout steps. ``entered`` is the time of the last of ``changes`` of step or phase.
     """
 
     def __init__(self) -> None:

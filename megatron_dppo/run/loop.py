@@ -37,7 +37,7 @@ def run(config: Config) -> int:
     with no_orphans(), StopSignal() as stop:
         stop_when_torchrun_dies()
         try:
-            with open_session(config, stop) as session:
+            with open_session(config) as session:
                 session.begin()
                 # From here on a signal lets the current step end and be saved.
                 stop.deferring = True

@@ -21,7 +21,6 @@ from megatron_dppo.parallel.objects import all_gather_objects, is_leader, run_on
 from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.parallel.rendezvous import join_ranks, open_store
 from megatron_dppo.process.lock import FolderLock
-from megatron_dppo.process.stop_signal import StopSignal
 from megatron_dppo.process.watchdog import Watchdog
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.records import metric_problem, read_metrics, set_damaged_lines_aside
@@ -145,8 +144,8 @@ class Session:
 
 
 @contextmanager
-def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
-    """Run the preflight checks, join the other ranks, warm up if configured, and build the parts of the run.
+def open_session(config: Config) -> Iterator[Session]:
+    """Run the preflight checks, join the other ranks, and build the parts of the run.
 
     The order is that in which things can fail: configuration and inputs first, processes and GPU memory last. The parts
     are closed in the reverse order.
@@ -185,7 +184,7 @@ def open_session(config: Config, stop: StopSignal) -> Iterator[Session]:
         inputs = require_inputs(start, errors, world)
         joined = _JoinedRun(resolve_num_steps(config, inputs), inputs, platform, world, console, parts)
         opened = _open_run(joined, start.notes)
-        yield _build_session(joined, opened, stop, started)
+        yield _build_session(joined, opened, started)
     finally:
         watchdog.close()
         console.finish()
@@ -245,11 +244,11 @@ def _open_run(joined: _JoinedRun, notes: Sequence[str]) -> _OpenRun:
     return _OpenRun(folder.lock, sharing, function, servers, scorer, contents.contents, models, point)
 
 
-def _build_session(joined: _JoinedRun, opened: _OpenRun, stop: StopSignal, started: float) -> Session:
+def _build_session(joined: _JoinedRun, opened: _OpenRun, started: float) -> Session:
     """Build the policy, the engine that samples with its weights, and what records and saves; a collective."""
     config, inputs, platform, world, console, parts = joined
     groups = build_groups(config.run, inputs, platform, world)
-    trainer, teacher = build_policy(config, inputs, groups, platform, console, stop)
+    trainer, teacher = build_policy(config, inputs, groups, platform, console)
     engine = build_engine(config.rollout, config.train, inputs, trainer, platform, opened.servers, opened.function)
     publisher = build_publisher(config, inputs, trainer, engine, platform, opened.sharing)
     stream = _build_stream(joined, groups, trainer, engine, opened.scorer)

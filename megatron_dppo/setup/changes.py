@@ -73,7 +73,6 @@ KEY_KINDS: dict[str, ChangeKind] = {
     "optimizer.overlap_cpu_optimizer_d2h_h2d": "free",
     "optimizer.pin_cpu_grads": "free",
     "optimizer.*": "results",
-    "warmup.*": "results",
     "eval.stop_at_accuracy": "free",  # ends the run earlier, with the same results until then
     "eval.*": "results",
     "checkpoint.*": "free",
@@ -121,9 +120,10 @@ def find_changes(
 ) -> list[Change]:
     """Return every key that differs, sorted. A key that the version of the run so far did not have has its default.
 
-    Relative paths of the run so far start at ``folder``. Contents are None if they are unknown.
+    Relative paths of the run so far start at ``folder``. Contents are None if they are unknown. Sections that this
+    version no longer has are left out.
     """
-    old = dict(flatten(before))
+    old = dict(flatten({section: keys for section, keys in before.items() if section in Config.model_fields}))
     new = dict(flatten(config.model_dump(mode="json")))
     defaults = default_values()
     changes = []

@@ -21,10 +21,8 @@ from megatron_dppo.config.model import LoraConfig
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.config.run import RunConfig
 from megatron_dppo.config.schema import Config
-from megatron_dppo.config.train import WarmupConfig
 from megatron_dppo.data.chat import ChatOptions, load_tokenizer
 from megatron_dppo.data.prompts import LoadedRows, PromptDataset, load_rows
-from megatron_dppo.data.supervised import Pairs, SupervisedDataset
 from megatron_dppo.data.tasks import Split
 from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.hf.families import FAMILIES, check_adapter_targets, get_family, mark_bridged
@@ -60,7 +58,6 @@ class DataSets:
     train_prompts: PromptDataset
     eval_prompts: dict[str, PromptDataset]
     """Held-out sets by name; a single one without a name is called ``""``; empty = no evaluation."""
-    warmup_data: SupervisedDataset | None
     data_summary: str
     """Numbers of rows read and dropped, for the console."""
 
@@ -140,39 +137,29 @@ def read_data(config: Config, model: PartialModelInputs, problems: ErrorCollecto
     held_out = {
         name: problems.attempt(reader.read, source, "eval", f"eval {name}".strip()) for name, source in named.items()
     }
-    warmup = problems.attempt(reader.warmup)
     if problems.errors or train is None:
         return None
     return DataSets(
         train_prompts=train,
         eval_prompts={name: prompts for name, prompts in held_out.items() if prompts is not None},
-        warmup_data=warmup,
         data_summary="\n".join(reader.summary),
     )
 
 
-def share_inputs(
-    warmup: WarmupConfig, seed: int, model: ModelInputs, inputs: Inputs | None, group: ProcessGroup
-) -> Inputs:
+def share_inputs(model: ModelInputs, inputs: Inputs | None, group: ProcessGroup) -> Inputs:
     """Return the inputs of this rank with the data sets of rank 0. A collective of all ranks.
 
     Every rank holds all prompts, packed: leaders use those of their rollouts, and all count positions in one stream.
     """
 
-    def read() -> tuple[PromptDataset, dict[str, PromptDataset], Pairs | None, str]:
+    def read() -> tuple[PromptDataset, dict[str, PromptDataset], str]:
         assert inputs is not None, "rank 0 has read the data"
-        pairs = None if inputs.warmup_data is None else inputs.warmup_data.pairs
-        return inputs.train_prompts, inputs.eval_prompts, pairs, inputs.data_summary
+        return inputs.train_prompts, inputs.eval_prompts, inputs.data_summary
 
-    train, held_out, pairs, summary = broadcast_object(read, group)
+    train, held_out, summary = broadcast_object(read, group)
     if inputs is not None:
         return inputs
-    warmup_data = None
-    if pairs is not None:
-        warmup_data = SupervisedDataset(warmup.data, model.tokenizer, seed, pairs)
-    return Inputs(
-        **vars(model), train_prompts=train, eval_prompts=held_out, warmup_data=warmup_data, data_summary=summary
-    )
+    return Inputs(**vars(model), train_prompts=train, eval_prompts=held_out, data_summary=summary)
 
 
 def _check_model(config: Config, hf_config: HfConfig, shape: ModelShape) -> None:
@@ -375,18 +362,6 @@ class PromptReader:
                 settings = ", ".join(f"{key} = {getattr(limits, key)}" for key in keys)
                 lines.append(f"data     limits of {name}: {settings or 'those of the run'}")
         return lines
-
-    def warmup(self) -> SupervisedDataset | None:
-        """Return the samples of the warm-up, after a check of their lengths. None without a warm-up."""
-        config = self._config
-        if not config.warmup.num_steps:
-            return None
-        source = config.warmup.data
-        name = name_sources([source, *config.data.names])[source]
-        data = SupervisedDataset(source, self._tokenizer, config.run.seed, name=name)
-        if self._tokenizer is not None and self._context_length is not None:
-            data.check_lengths(self._context_length)
-        return data
 
 
 def _describe_numbers(loaded: LoadedRows, num_used: int, prompts: PromptDataset) -> str:

@@ -98,7 +98,6 @@ def run_bytes(config: Config, inputs: ModelInputs) -> int:
         * checkpoint_bytes(config.model, config.lora, inputs)
         + _LOGS
     )
-    total += parameters * 4 * (config.warmup.num_steps > 0)  # base/
     total += parameters * DTYPES[config.model.dtype].itemsize * checkpoint.export_hf
     total += num_trained_parameters(config.lora, inputs) * DTYPES[config.model.dtype].itemsize * (config.lora.rank > 0)
     if config.rollout.engine != "local" and config.rollout.weight_sync.method == "disk":

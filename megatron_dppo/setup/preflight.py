@@ -236,8 +236,7 @@ def _adam(start: Start) -> Iterable[UserError]:
     on_gpu = Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))).is_cuda
     # On a CPU a dry run may be for a machine with GPUs.
     if not has_transformer_engine() if on_gpu else not start.dry_run:
-        warmup = {"warmup.optimizer": config.warmup.optimizer} if config.warmup.num_steps else {}
-        check_adam_support({"optimizer": config.optimizer, **warmup})
+        check_adam_support(config.optimizer)
     return ()
 
 
@@ -321,7 +320,7 @@ def _servers(start: Start) -> Iterable[UserError]:
 
 
 CHECKS: Sequence[PreflightCheck] = (
-    PreflightCheck("model and data", frozenset({"model", "parallel", "data", "rollout", "warmup", "train"}), _inputs),
+    PreflightCheck("model and data", frozenset({"model", "parallel", "data", "rollout", "train"}), _inputs),
     PreflightCheck("teacher", frozenset({"distillation", "model", "parallel", "data", "rollout"}), _teacher),
     PreflightCheck("devices", frozenset(), _device),
     PreflightCheck("memory allocator", frozenset({"rollout"}), _allocator),
@@ -333,11 +332,11 @@ CHECKS: Sequence[PreflightCheck] = (
     PreflightCheck("Megatron's configuration", frozenset({"model", "parallel", "train"}), _megatron),
     # After the check that imports Megatron with its shims: modelopt imports Megatron if it is installed.
     PreflightCheck("perturbation", frozenset({"rollout"}), _perturbation),
-    PreflightCheck("Adam", frozenset({"optimizer", "warmup"}), _adam),
+    PreflightCheck("Adam", frozenset({"optimizer"}), _adam),
     PreflightCheck("learning rate", frozenset({"optimizer", "run", "data", "rollout"}), _schedule, on_rank_0=True),
     PreflightCheck("log", frozenset({"log"}), _sinks, on_rank_0=True),
     PreflightCheck("output folder", frozenset({"run", "checkpoint"}), _output, on_rank_0=True),
-    PreflightCheck("free space", frozenset({"run", "checkpoint", "model", "warmup"}), _space, on_rank_0=True),
+    PreflightCheck("free space", frozenset({"run", "checkpoint", "model"}), _space, on_rank_0=True),
     PreflightCheck("the servers' model", frozenset({"model", "rollout"}), _served_model, on_rank_0=True),
     PreflightCheck("address of rank 0", frozenset({"rollout"}), _sync_host, on_rank_0=True),
     PreflightCheck("servers", frozenset({"rollout", "data"}), _servers, on_rank_0=True),
@@ -384,6 +383,6 @@ def require_inputs(start: Start, errors: Sequence[UserError], group: ProcessGrou
         raise MultipleErrors(errors)
     if group is not None and len(texts_by_rank) > 1:
         assert start.model is not None
-        return share_inputs(start.config.warmup, start.config.run.seed, start.model, start.inputs, group)
+        return share_inputs(start.model, start.inputs, group)
     assert start.inputs is not None
     return start.inputs

@@ -54,6 +54,10 @@ RUN_FILES = (
     "report.html",
     "rollouts",
     "checkpoints",
+    "hf",
+    "hf-adapter",
+    "hf-adapter.partial",
+    "hf.partial",
     "weights",
     "tensorboard",
     "wandb",
@@ -146,7 +150,6 @@ def _inputs(config: Config) -> Iterator[tuple[str, str]]:
         "distillation.teacher_path": config.distillation.teacher_path,
         "data.train": config.data.train,
         "data.eval": config.data.eval,
-        "warmup.data": config.warmup.data,
         "checkpoint.fork_from": config.checkpoint.fork_from,
     }
     for key, value in named.items():

@@ -35,8 +35,6 @@ def config_of(folder: Path, rank: int, **overrides: Any) -> Config:
         "data.eval": f'{{ sums = "{here / "eval.jsonl"}", all = "task:chain_sum" }}',
         "data.max_prompt_tokens": 40,
         "data.overlong_prompts": "drop",
-        "warmup.data": here / "pairs.jsonl",
-        "warmup.num_steps": 3,
         "parallel.expert_model_parallel_size": 1,
         **overrides,
     }
@@ -55,7 +53,6 @@ def content(inputs: Inputs) -> dict[str, Any]:
     return {
         "prompts": {name: [repr(data[i]) for i in range(2 * len(data))] for name, data in sets.items()},
         "facts": {name: (data.fingerprint(), data.num_dropped, data.longest, len(data)) for name, data in sets.items()},
-        "warm-up": None if inputs.warmup_data is None else [repr(inputs.warmup_data[i]) for i in range(20)],
         "summary": inputs.data_summary,
     }
 
@@ -64,19 +61,16 @@ def check_sharing(rank: int, folder: Path) -> None:
     """Rank 1 opens no data file, and has the data that a process alone reads."""
     if rank != 0:
         sources._open = None  # type: ignore[assignment]
-    from_file, task = config_of(folder, rank), config_of(folder, rank, **{"warmup.data": "task:chain_sum"})
-    cold = from_file.model_copy(update={"warmup": from_file.warmup.model_copy(update={"num_steps": 0})})
-    for config in (from_file, task, cold):
-        with recorded_collectives() as calls:
-            inputs = started(config, rank)
-        assert all("broadcast" in name or "all_gather" in name for name, _ in calls)
-        expected: list[Any] = [None]
-        if rank == 0:
-            expected = [content(read_inputs(config, 2))]
-        dist.broadcast_object_list(expected, src=0)
-        result = content(inputs)
-        assert result == expected[0]
-        assert (result["warm-up"] is None) == (config.warmup.num_steps == 0)
+    config = config_of(folder, rank)
+    with recorded_collectives() as calls:
+        inputs = started(config, rank)
+    assert all("broadcast" in name or "all_gather" in name for name, _ in calls)
+    expected: list[Any] = [None]
+    if rank == 0:
+        expected = [content(read_inputs(config, 2))]
+    dist.broadcast_object_list(expected, src=0)
+    result = content(inputs)
+    assert result == expected[0]
     assert result["facts"]["train"][1] == 1 and len(result["prompts"]["sums"]) == 2 * 2
 
 
@@ -86,7 +80,7 @@ def check_bad_row(rank: int, folder: Path) -> None:
     rows[6] = '{"prompt": "1+1=", "label": "\\ud800"}'
     if rank == 0:
         (folder / "data/bad.jsonl").write_text("\n".join(rows))
-        (folder / "data/pairs.txt").write_text('{"prompt": "1+1="}\n')
+        (folder / "data/worse.jsonl").write_text('{"prompt": "1+1="}\n')
         with pytest.raises(UserError) as alone:
             read_inputs(config_of(folder, 0, **bad(folder)), 2)
         words = [str(alone.value)]
@@ -98,7 +92,7 @@ def check_bad_row(rank: int, folder: Path) -> None:
     assert str(raised.value) == words[0] and raised.value.on_every_rank and raised.value.exit_code == 2
     first, second = raised.value.errors
     assert str(first).startswith("bad.jsonl:7: field 'label' holds half of a UTF-16 pair")
-    assert str(second).startswith("pairs.txt:1: field 'response' is missing")
+    assert str(second).startswith("worse.jsonl:1: field 'label' is missing")
     # One of them alone, and beside it what another rank finds of its own.
     with pytest.raises(UserError, match=r"^bad\.jsonl:7: ") as one:
         started(config_of(folder, rank, **{"data.train": folder / "data/bad.jsonl"}), rank)
@@ -110,7 +104,7 @@ def check_bad_row(rank: int, folder: Path) -> None:
 
 
 def bad(folder: Path) -> dict[str, Path]:
-    return {"data.train": folder / "data/bad.jsonl", "warmup.data": folder / "data/pairs.txt"}
+    return {"data.train": folder / "data/bad.jsonl", "data.eval": folder / "data/worse.jsonl"}
 
 
 def check_errors(rank: int) -> None:

@@ -32,7 +32,7 @@ def compare(rank: int, world_size: int, run: str, reference: str) -> None:
     layout = resolve_layout(config.parallel, config.batch, world_size, model_shape(hf_config))
     groups = initialize_megatron(layout, platform, seed=1, timeout_minutes=3)
     placement = Placement(hf_config, layout, groups, platform)
-    trainer = trainer_from_config(config, placement, FolderWeights(Path(run) / "base"))
+    trainer = trainer_from_config(config, placement, FolderWeights(config.model.path))
     data = torch.load(reference)
     batch = pack([TrainingSample(**data["sample"])])
 

@@ -9,12 +9,19 @@ from pathlib import Path
 import pytest
 
 import tests.shims  # noqa: F401
-from tests.e2e.runs import flags, from_base, train
+from tests.e2e.bases import chain_sum_base
+from tests.e2e.runs import from_base, train
 
 
 @pytest.fixture(scope="session")
-def base_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a real two-process run: a short warm-up, then 25 steps of DPPO.
+def base_model() -> Path:
+    """A Hugging Face folder after a short supervised training: weights, config and tokenizer."""
+    return chain_sum_base(700, processes=2)
+
+
+@pytest.fixture(scope="session")
+def base_run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a real two-process run: 25 steps of DPPO, from ``base_model``.
 
     Tests only read it. ``.ci/run`` names a folder that its suites share.
     """
@@ -23,17 +30,11 @@ def base_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if complete:
         return complete[0].parent
     folder = Path(tempfile.mkdtemp(dir=shared or tmp_path_factory.mktemp("base"))) / "run"
-    arguments = flags(run__output_dir=folder, run__num_steps=25, warmup__num_steps=700, eval__every=25)
+    arguments = from_base(base_model, run__output_dir=folder, run__num_steps=25, eval__every=25)
     result = train(arguments, processes=2, torchrun=True)
     assert result.returncode == 0, result.stdout + result.stderr
     (folder / "output.txt").write_text(result.stdout)
     return folder
-
-
-@pytest.fixture(scope="session")
-def base_model(base_run: Path) -> Path:
-    """The Hugging Face folder that the warm-up wrote: weights, config and tokenizer."""
-    return base_run / "base"
 
 
 @pytest.fixture

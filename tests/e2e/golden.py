@@ -10,11 +10,12 @@ import hashlib
 import json
 import platform
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.runs import command, environment, flags, records
+from tests.e2e.runs import command, environment, flags, from_base, records
 from tests.reference_run import assert_trains
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden.json"
@@ -47,12 +48,19 @@ def _vendor() -> str:
 
 def run_golden(folder: Path, processes: int) -> dict[str, Any]:
     """Run it; returns the values of every step as they were computed, and digests of the weights."""
-    arguments = flags(
+    base = folder.with_name(f"{folder.name}-base")
+    _run(
+        [
+            *(sys.executable, "-m", "megatron_dppo.commands.main", "base", "task:chain_sum", str(base)),
+            *("--steps", "100", "--batch-size", "32", "--processes", str(processes)),
+            *flags(run__threads_per_rank=1, parallel__expert_model_parallel_size=processes),
+        ]
+    )
+    arguments = from_base(
+        base,
         run__output_dir=folder,
         run__num_steps=STEPS,
         run__threads_per_rank=1,
-        warmup__num_steps=100,
-        warmup__batch_size=32,
         rollout__prompts_per_step=4,
         rollout__samples_per_prompt=4,
         rollout__max_new_tokens=12,
@@ -62,22 +70,21 @@ def run_golden(folder: Path, processes: int) -> dict[str, Any]:
         log__tensorboard="false",
         parallel__expert_model_parallel_size=processes,
     )
-    done = subprocess.run(
-        command(arguments, processes),
-        env=environment() | PINNED,
-        capture_output=True,
-        text=True,
-        timeout=420,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    _run(command(arguments, processes))
     assert_trains(folder, evaluation_may_stay=True)
     steps = [record for record in records(folder) if record["step"]]
     return {
         "steps": [{name: record[name].hex() for name in VALUES} for record in steps],
-        "base": _digest(folder / "base/model.safetensors"),
+        "base": _digest(base / "model.safetensors"),
         "weights": _digest(folder / "hf/model.safetensors"),
     }
+
+
+def _run(arguments: list[str]) -> None:
+    done = subprocess.run(
+        arguments, env=environment() | PINNED, capture_output=True, text=True, timeout=420, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _digest(file: Path) -> str:

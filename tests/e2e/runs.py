@@ -63,7 +63,7 @@ def flags(**values: Any) -> list[str]:
 
 def from_base(base_model: Path, **more: Any) -> list[str]:
     """``flags`` of a run from the warmed-up model."""
-    return flags(model__path=base_model, model__random_init="false", warmup__num_steps=0, **more)
+    return flags(model__path=base_model, **more)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.types import DropReason
+from tests.e2e.bases import chain_sum_base
 from tests.e2e.recorded import rows_of
 from tests.e2e.runs import CONFIG, flags, step_records, train
 from tests.e2e.test_resume import assert_same_run
@@ -63,13 +64,11 @@ def test_a_run_that_is_killed_with_carried_episodes_continues_bit_for_bit(
     arguments = flags(
         data__train=json.dumps([str(tmp_path / f"{name}.jsonl") for name in WEIGHTS]),
         data__label_key="label",
-        model__path=CONFIG.parent / "model",
+        model__path=chain_sum_base(2),
         train__max_staleness=staleness,
         agent__function=f"{tmp_path}/my_agent.py:run",
         agent__reward="exit",
-        model__random_init="true",
         parallel__expert_model_parallel_size=1,
-        warmup__num_steps=2,
         run__num_steps=STEPS,
         rollout__prompts_per_step=PROMPTS,
         rollout__samples_per_prompt=2,

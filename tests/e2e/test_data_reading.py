@@ -32,13 +32,9 @@ def test_rank_0_alone_opens_the_data_and_tells_what_is_wrong_with_them(tmp_path:
     data = {
         "data__train": write_jsonl(tmp_path / "train.jsonl.data", rows[8:]),
         "data__eval": write_jsonl(tmp_path / "eval.jsonl.data", rows[:8]),
-        "warmup__data": write_jsonl(
-            tmp_path / "pairs.jsonl.data", [{"prompt": row["prompt"], "response": str(row["label"])} for row in rows]
-        ),
     }
     small = flags(
         run__num_steps=1,
-        warmup__num_steps=2,
         rollout__prompts_per_step=4,
         rollout__samples_per_prompt=4,
         log__tensorboard="false",

@@ -55,8 +55,6 @@ def test_a_run_of_a_family(family: str, layout: dict[str, int], tmp_path: Path) 
     run = flags(
         run__output_dir=tmp_path / "run",
         model__path=source,
-        model__random_init="false",
-        warmup__num_steps=0,
         parallel__expert_model_parallel_size=1,
         rollout__prompts_per_step=4,
         rollout__samples_per_prompt=4,

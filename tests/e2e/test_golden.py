@@ -23,7 +23,7 @@ def numbers(run: dict[str, Any], name: str) -> list[float]:
 def first_difference(result: dict[str, Any], expected: dict[str, Any]) -> str:
     """Where two runs part, in words; empty when they are equal to the bit."""
     if result["base"] != expected["base"]:
-        return "the warm-up gives other weights"
+        return "the supervised training gives another base model"
     for number, (step, golden) in enumerate(zip(result["steps"], expected["steps"], strict=True), start=1):
         for name in VALUES:
             if step[name] != golden[name]:

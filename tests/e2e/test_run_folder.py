@@ -107,7 +107,6 @@ def test_a_run_notices_that_its_files_are_gone(damage: str, tmp_path: Path) -> N
         run__output_dir=folder,
         run__num_steps=3,
         reward__function=f"{tmp_path}/score.py:score",
-        warmup__num_steps=1,
         rollout__prompts_per_step=2,
         rollout__samples_per_prompt=2,
         rollout__max_new_tokens=4,

@@ -35,12 +35,11 @@ def kill_when(arguments: list[str], pattern: str, log: Path) -> str:
     return log.read_text()
 
 
-def test_a_killed_run_and_a_killed_warm_up_continue_from_a_checkpoint_by_time(tmp_path: Path) -> None:
+def test_a_killed_run_continues_from_a_checkpoint_by_time(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = flags(
         run__output_dir=folder,
         run__num_steps=400,
-        warmup__num_steps=160,
         parallel__expert_model_parallel_size=1,
         rollout__prompts_per_step=4,
         rollout__samples_per_prompt=4,
@@ -51,11 +50,7 @@ def test_a_killed_run_and_a_killed_warm_up_continue_from_a_checkpoint_by_time(tm
         optimizer__lr_decay_style="constant",
         checkpoint__save_every_minutes=0.01,
     )
-    killed = kill_when(arguments, r"warm-up step 81/", tmp_path / "warmup.log")
-    saved = sorted((folder / "checkpoints/warmup").glob("step_*"))
-    assert saved, killed
-    killed = kill_when(arguments, r"saved    .*/step_\d+\n(.*\n)*step +\d+/400", tmp_path / "run.log")
-    assert "warm-up step 1/" not in killed, "the warm-up continued"
+    kill_when(arguments, r"saved    .*/step_\d+\n(.*\n)*step +\d+/400", tmp_path / "run.log")
     checkpoint = sorted((folder / "checkpoints").glob("step_??????"))[-1]
     step = int(checkpoint.name.removeprefix("step_"))
     assert 0 < step < 400
@@ -71,7 +66,6 @@ def test_without_space_a_save_by_time_is_a_warning_and_the_run_goes_on(tmp_path:
     arguments = flags(
         run__output_dir=tmp_path / "run",
         run__num_steps=30,
-        warmup__num_steps=1,
         parallel__expert_model_parallel_size=1,
         rollout__prompts_per_step=2,
         rollout__samples_per_prompt=2,

@@ -92,7 +92,7 @@ def start() -> Iterator[Callable[[Path], Ranks]]:
         ranks = Ranks(
             *(folder, folder.parent / f"{folder.name}.log", 2),
             **{"data__eval": folder.parent / "eval.jsonl", "eval__every": 2, "checkpoint__save_every": 1000},
-            **{"warmup__num_steps": 10, "checkpoint__keep_best": "false"},
+            checkpoint__keep_best="false",
         )
         started.append(ranks)
         return ranks
@@ -117,7 +117,7 @@ def steps(folder: Path) -> list[int]:
 def test_stops_in_exports_and_evaluations_leave_the_run_that_was_never_stopped(
     start: Callable[[Path], Ranks], tmp_path: Path
 ) -> None:
-    """In the export of the warmed-up model, the evaluations of step 0 and 2, and the final export."""
+    """In the evaluations of step 0 and 2, and the final export."""
     write_files(tmp_path)
     undisturbed, folder = start(tmp_path / "undisturbed"), tmp_path / "run"
     assert undisturbed.ends_well(), undisturbed.output
@@ -126,13 +126,8 @@ def test_stops_in_exports_and_evaluations_leave_the_run_that_was_never_stopped(
         (tmp_path / f"waiting-{name}").unlink(missing_ok=True)
         (tmp_path / f"closed-{name}").touch()
 
-    close("base")
-    output = start(folder).stop_at("base")
-    assert "stopped  by SIGTERM after the warm-up" in output and (folder / "base/warmup.json").exists(), output
-
     close("evaluation")
     output = start(folder).stop_at("evaluation")
-    assert "warm-up step" not in output, "it went on with the warmed-up model"
     assert "stopped  by SIGTERM before the next step" in output and steps(folder) == [0], output
     assert not (folder / "checkpoints").exists()
 

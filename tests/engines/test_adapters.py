@@ -43,8 +43,6 @@ def settings(engine: str, model: Path, **more: Any) -> dict[str, Any]:
     """Return the settings of a run with adapters on attention; no engine supports expert adapters on a CPU."""
     values = {
         "model__path": model,
-        "model__random_init": "false",
-        "warmup__num_steps": 0,
         "lora__rank": 4,
         "lora__target_modules": ATTENTION,
         "rollout__engine": engine,

@@ -58,8 +58,6 @@ def test_a_run_trains_on_tokens_that_the_server_sampled_for_agents(python: str, 
     more = dict(
         run__num_steps=2,
         model__path=model,
-        model__random_init="false",
-        warmup__num_steps=0,
         data__train=tmp_path / "rows.jsonl",
         data__eval="null",
         agent__command=json.dumps([python, "-c", choose]),

@@ -236,6 +236,8 @@ def test_the_training_example_starts(python: str, tmp_path: Path) -> None:
     config = [str(example / "train.toml"), "--agent.environment_python", python]
     assert main(["tasks", config[0], str(folder / "train.jsonl"), *config[1:]]) == 0
     assert len((folder / "train.jsonl").read_text().splitlines()) == 81
-    files = ["--model.path", str(folder / "model"), "--warmup.data", str(folder / "warmup.jsonl")]
+    base = ["base", str(folder / "warmup.jsonl"), str(folder / "base"), "--model.path", str(folder / "model")]
+    assert main([*base, "--steps", "1", "--batch-size", "4"]) == 0
+    files = ["--model.path", str(folder / "base")]
     files += [f"--data.{split}={folder / 'train.jsonl'}" for split in ("train", "eval")]
     assert main(["train", *config, *files, "--run.output_dir", str(tmp_path / "run"), "--dry-run"]) == 0

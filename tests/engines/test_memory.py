@@ -114,8 +114,6 @@ def test_a_colocated_run_alternates_with_its_server_and_the_next_run_wakes_it(
                 "rollout__servers__colocated": "true",
                 "rollout__weight_sync__method": "ipc",
                 "model__path": old_model.folder,
-                "model__random_init": "false",
-                "warmup__num_steps": 0,
                 "parallel__expert_model_parallel_size": 1,
                 "train__router_replay": "off",
                 "train__mini_batches": 1,

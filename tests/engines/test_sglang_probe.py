@@ -91,8 +91,6 @@ def test_a_run_with_a_wrong_server_stops_before_it_trains(wrong: Engine, old_mod
     more = {
         "parallel__expert_model_parallel_size": 1,
         "model__path": old_model.folder,
-        "model__random_init": "false",
-        "warmup__num_steps": 0,
         "train__router_replay": "off",
         "rollout__temperature": 0.7,
         "rollout__weight_sync__attempts": 1,

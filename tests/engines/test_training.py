@@ -24,6 +24,7 @@ from megatron_dppo_engines.server import ServerInfo
 from megatron_dppo_engines.servers.fields import parse_policy_version
 from megatron_dppo_engines.servers.http import Deadlines
 from megatron_dppo_engines.sglang import SGLangServer
+from tests.e2e.bases import chain_sum_base
 from tests.e2e.runs import CONFIG, command, environment, records, step_records, train
 from tests.engines.lies import generation_lie, nan_logprobs, shifted_topk
 from tests.engines.proxy import Proxy
@@ -156,7 +157,7 @@ def test_a_run_with_only_a_corrupt_server_stops_before_it_trains_on_its_response
     pair: list[Engine], tmp_path: Path
 ) -> None:
     with Proxy(pair[0].url, lie=generation_lie(nan_logprobs, after=12, but="probe")) as liar:
-        more = {"warmup__num_steps": 5, "parallel__expert_model_parallel_size": 1}
+        more = {"model__path": chain_sum_base(5), "parallel__expert_model_parallel_size": 1}
         result = train(arguments([liar], tmp_path / "run", **more))
         output = result.stdout + result.stderr
         assert result.returncode == 2 and "Traceback" not in output, output
@@ -229,10 +230,11 @@ def test_a_server_killed_during_a_broadcast_does_not_block_the_run(pair: list[En
 
 def test_a_server_killed_during_a_rollout_loses_no_sample(pair: list[Engine], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    # After a warm-up this short all sums are wrong, and a run without a gradient shows nothing.
+    # With a training this short all sums are wrong, and a run without a gradient shows nothing.
     (tmp_path / "reward.py").write_text("def score(completion, label):\n    return len(set(completion)) / 8\n")
     reward = f"{tmp_path}/reward.py:score"
-    settings = {"run__num_steps": 8, "rollout__max_new_tokens": 100, "warmup__num_steps": 5, "reward__function": reward}
+    settings: dict[str, Any] = {"run__num_steps": 8, "rollout__max_new_tokens": 100, "model__path": chain_sum_base(5)}
+    settings["reward__function"] = reward
     run = subprocess.Popen(
         command(arguments(pair, folder, **settings), processes=2),
         env=environment(),

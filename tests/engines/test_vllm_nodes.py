@@ -57,7 +57,7 @@ class Nodes:
             command += ["--node-rank", str(rank), "--dist-init-addr", f"127.0.0.1:{meeting}"]
             command += ["--urls-file", str(folder / f"urls-{rank}"), "--log-dir", str(folder / f"logs-{rank}")]
             command += ["--rollout.servers.host", "127.0.0.1", "--rollout.servers.port", str(port)]
-            command += ["--model.path", str(model), "--model.random_init", "false", "--warmup.num_steps", "0"]
+            command += ["--model.path", str(model)]
             command += ["--rollout.servers.command", f'["{TOOLS}/vllm.sh", "serve", "{TESTED["vllm"]}"]']
             command += ["--rollout.weight_sync.checksum_every", "0"]  # else the server reads no weights
             with (folder / f"serve-{rank}.log").open("wb") as log:

@@ -15,8 +15,6 @@ def test_vllm_and_trainer_agree_on_every_token(vllm: Engine, old_model: Referenc
     more = {
         "rollout__engine": "vllm",
         "model__path": old_model.folder,
-        "model__random_init": "false",
-        "warmup__num_steps": 0,
         "train__router_replay": "off",
         "rollout__temperature": 0.7,
         "train__mini_batches": 1,

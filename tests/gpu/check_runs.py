@@ -20,7 +20,6 @@ from tests.gpu.checks import Result, not_run
 
 SMALL: dict[str, Any] = dict(
     parallel__expert_model_parallel_size=1,
-    warmup__num_steps=20,
     optimizer__lr_decay_style="constant",  # no other rate in a run of another length
     run__num_steps=2,
     rollout__prompts_per_step=4,

@@ -34,7 +34,7 @@ def test_servers_on_the_nodes_that_train_take_turns_with_it_and_may_all_die_whil
         *flags(
             rollout__prompts_per_step=2, rollout__samples_per_prompt=4, rollout__max_new_tokens=8, eval__max_prompts=2
         ),
-        *flags(warmup__num_steps=1, rollout__servers__client_processes=0, checkpoint__export_hf="false"),
+        *flags(rollout__servers__client_processes=0, checkpoint__export_hf="false"),
         *flags(run__num_steps=2, run__output_dir="run", eval__every=100, train__router_replay="off"),
         *flags(rollout__servers__command=command, rollout__servers__port=port, rollout__servers__colocated="true"),
         *flags(rollout__weight_sync__method="disk", rollout__servers__unavailable_timeout_seconds=100),

@@ -36,7 +36,6 @@ pytestmark = pytest.mark.slurm
 EXAMPLES = ROOT / "examples/chain_sum"
 STUB = ROOT / "tests/unit/server_stub.py"
 SMALL = flags(
-    warmup__num_steps=5,
     rollout__prompts_per_step=4,
     rollout__samples_per_prompt=4,
     eval__max_prompts=8,
@@ -289,7 +288,7 @@ def test_servers_on_one_node_and_the_trainer_on_two_and_a_killed_server_works_ag
 def test_it_saves_at_the_time_limit_at_preemption_and_by_hand_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     arguments = [
         *(str(EXAMPLES / "dppo.toml"), "--run.output_dir", "run", "--eval.every", "100"),
-        *("--warmup.num_steps", "5", "--run.num_steps", "40", "--parallel.expert_model_parallel_size", "1"),
+        *("--run.num_steps", "40", "--parallel.expert_model_parallel_size", "1"),
         *("--checkpoint.save_every", "1"),
     ]
     job = Job(slurm, tmp_path, 1, *arguments)

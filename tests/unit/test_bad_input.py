@@ -82,8 +82,9 @@ def test_wrong_hugging_face_folder(refused, tmp_path: Path) -> None:
     assert "model_type 'gemma' has no mapping" in refused("--model.path", str(copy))
 
 
-def test_folder_without_weights(refused) -> None:
-    message = refused("--model.random_init", "false", "--warmup.num_steps", "0")
+def test_folder_without_weights(refused, tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLE / "model", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    message = refused("--model.path", str(tmp_path / "model"))
     assert "no *.safetensors weights" in message
 
 

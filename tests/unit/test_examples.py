@@ -43,7 +43,7 @@ def test_the_engine_examples_are_the_embedded_task(engine: str) -> None:
     if engine == "vllm":  # its CPU attention has no heads of 16
         model = local.model.model_copy(update={"path": str(EXAMPLES / "chain_sum/model_vllm")})
         local = local.model_copy(update={"model": model})
-    for section in ("model", "parallel", "data", "reward", "loss", "optimizer", "warmup", "eval"):
+    for section in ("model", "parallel", "data", "reward", "loss", "optimizer", "eval"):
         assert getattr(served, section) == getattr(local, section), section
     assert served.train.needs_engine_routing == (engine == "sglang")
 
@@ -91,10 +91,10 @@ def test_the_rlhf_example_scores_by_a_reward_model_without_labels(tmp_path: Path
     assert cut.eval_score == 6.0
 
 
-def test_the_model_and_warm_up_of_the_verifiers_example_fit_each_other(
+def test_the_model_and_supervised_pairs_of_the_verifiers_example_fit_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its warm-up has the prompts that the agent's calls will have, and calls that the format of the template reads."""
+    """The pairs have the prompts that the agent's calls will have, and calls that the format of the template reads."""
     code = runpy.run_path(str(EXAMPLES / "agents/vf_sums/prepare.py"))
     monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path)])
     code["main"]()

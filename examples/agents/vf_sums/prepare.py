@@ -1,4 +1,4 @@
-"""Write the tiny model of train.toml, and its warm-up data: conversations that seldom use the tool.
+"""Write the tiny model of train.toml, and pairs for `megatron-dppo base`: conversations that seldom use the tool.
 
 python examples/agents/vf_sums/prepare.py runs/vf_sums_data
 """
@@ -83,7 +83,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
 
 
 def make_pair(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> dict[str, str]:
-    """Return one prompt and response of the warm-up: a guess, a call of the tool, or an answer to its result."""
+    """Return one prompt and response: a guess, a call of the tool, or an answer to its result."""
     a, b = rng.randint(1, LARGEST), rng.randint(1, LARGEST)
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"{a}+{b}"}]
     uses_tool = rng.random() < TOOL_SHARE

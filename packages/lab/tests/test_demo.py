@@ -32,7 +32,7 @@ def row(loss: str, rewards: list[float], masked: float, error: str = "") -> dict
 
 
 def test_the_package_has_the_base_model_that_the_code_would_make(tmp_path: Path) -> None:
-    """Its name is a hash of the warm-up's settings; ``tools/make_demo_base.py`` makes it after a change of those."""
+    """Its name is a hash of its settings; ``tools/make_demo_base.py`` makes it after a change of those."""
     folder = Store(tmp_path).base(Demo().runs[0])
     assert folder.parent == SHIPPED and [f for f in SHIPPED.iterdir() if f.is_dir()] == [folder]
     write_model_folder("rare_chain", tmp_path / "model")

@@ -22,7 +22,8 @@ from megatron_dppo_lab.catalogue import (
     REAL_MIXTURE,
     REAL_MODEL,
     TASKS,
-    warmup_settings,
+    base_identity,
+    base_settings,
 )
 from megatron_dppo_lab.experiment import SEARCH_SEEDS, Block, Claim, Experiment, choose
 from megatron_dppo_lab.figures import format_results, write_page
@@ -81,8 +82,8 @@ def test_every_run_of_every_experiment_is_a_configuration_that_the_trainer_takes
 
 @pytest.mark.parametrize("task", sorted(set(TASKS) - {REAL_MODEL, REAL_MIXTURE}))
 def test_the_base_model_of_a_task_and_seed_is_a_run_of_its_own_without_the_losses(task: str) -> None:
-    config = validate(merged(warmup_settings(task, 7), PLACEHOLDER_PATHS), "base")
-    assert config.warmup.num_steps >= 1000 and config.run.seed == 7 and config.warmup.data == f"task:{task}"
+    config = validate(merged(base_settings(f"task:{task}", 7), PLACEHOLDER_PATHS), "base")
+    assert config.run.num_steps >= 1000 and config.run.seed == 7 and config.data.train == f"task:{task}"
     runs = [
         GridRun(task, loss, "none", 7, merged(TASKS[task], {"run": {"seed": 7}, "loss": {"name": loss}}))
         for loss in ("grpo", "pg_is")
@@ -105,7 +106,7 @@ def test_the_real_models_base_is_named_by_its_content(tmp_path: Path, monkeypatc
     (files / "reward.py").write_text("")
     assert Store(tmp_path).base(run).name != before
     # The mixture of experts has the same files, and other weights.
-    assert warmup_settings(REAL_MIXTURE, 0) != warmup_settings(REAL_MODEL, 0)
+    assert base_identity(REAL_MIXTURE, 0) != base_identity(REAL_MODEL, 0)
 
 
 def test_settings_are_laid_over_one_another_and_the_key_is_of_what_the_result_depends_on() -> None:

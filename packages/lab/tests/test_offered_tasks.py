@@ -14,19 +14,19 @@ import pytest
 from megatron_dppo.config.reward_options import BUILT_IN_REWARDS
 from megatron_dppo.data import tasks
 from megatron_dppo.data.data_rows import iter_rows
-from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.data.tasks import Split, TaskRow
 from megatron_dppo.errors import ConfigError, DataError, RewardError
 from megatron_dppo.functions import packages
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer
 from megatron_dppo.rewards import functions as reward_functions
+from megatron_dppo_lab.supervised import SupervisedDataset, load_task_with_corpus
 from tests.silent_tokenizer import SilentTokenizer
 
 MODULE = "package_with_offers"
 
 
 class Countdown:
-    """A task of another package, with options in its name and without a warm-up corpus."""
+    """A task of another package, with options in its name and without a corpus."""
 
     def __init__(self, source: str) -> None:
         self._start = int(source.rpartition(":")[2])
@@ -52,7 +52,7 @@ def test_a_task_of_another_package_has_its_rows_and_gets_its_options(monkeypatch
         ("countdown/eval:2", "2,", "1", {"split": "eval"}),
         ("countdown/eval:1", "1,", "0", {"split": "eval"}),
     ]
-    with pytest.raises(DataError, match=r"'task:countdown:2' has no warm-up corpus. Fix: set warmup.data"):
+    with pytest.raises(DataError, match=r"'task:countdown:2' has no corpus for supervised training. Fix: name"):
         SupervisedDataset("task:countdown:2", SilentTokenizer(), 0)
 
 
@@ -117,6 +117,6 @@ def test_the_tasks_give_the_prompts_and_the_corpus_that_they_always_gave(name: s
     """Runs are compared over versions: rows and random numbers stay the same."""
     splits: tuple[Split, ...] = ("train", "eval")
     rows = [[(row.location, row.prompt, row.label) for row in iter_rows(f"task:{name}", split)] for split in splits]
-    task, rng = tasks.load_task_with_corpus(f"task:{name}"), random.Random(7)
+    task, rng = load_task_with_corpus(f"task:{name}"), random.Random(7)
     text = repr(rows) + repr([task.demonstration(rng) for _ in range(1000)])
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest

@@ -12,7 +12,6 @@ import torch
 from megatron_dppo.config.io import load_config
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.data_rows import iter_rows
-from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.errors import DataError
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config
 from megatron_dppo.rewards.functions import FunctionSpec
@@ -20,9 +19,22 @@ from megatron_dppo.rewards.item import RewardItem
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo_lab import embedded_tasks
 from megatron_dppo_lab.embedded_tasks import write_model_folder
+from megatron_dppo_lab.supervised import SupervisedDataset
 from megatron_dppo_lab.task_rewards import words_reward
 
-FOLDER = Path(__file__).parents[3] / "examples/rare_words/model"
+EXAMPLES = Path(__file__).parents[3] / "examples/rare_words"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The model folder of the words, the same for both tasks."""
+    for task in ("rare_words", "rare_chain"):
+        write_model_folder(task, tmp_path / task)
+    for file in (tmp_path / "rare_words").iterdir():
+        assert file.read_bytes() == (tmp_path / "rare_chain" / file.name).read_bytes(), file.name
+    return tmp_path / "rare_words"
+
+
 SIZES = {"rare_words": (1, 0.05, 4024), "rare_chain": (4, 0.08, 4024), "rare_words_32k": (1, 0.05, 32700)}
 """Words of an answer, share of right words, and words of the vocabulary."""
 
@@ -56,8 +68,8 @@ def test_the_warm_up_corpus_has_the_configured_rate_of_correct_words_and_zipf_wo
         assert abs(others[f"w{rank - 1:0{len(str(size))}d}"] / places - expected) < 5 * (expected / places) ** 0.5
 
 
-def test_a_sample_of_the_warm_up_depends_on_seed_and_number_alone() -> None:
-    tokenizer = load_tokenizer(FOLDER)
+def test_a_supervised_sample_depends_on_seed_and_number_alone(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
     first, second, other = (SupervisedDataset("task:rare_chain", tokenizer, seed) for seed in (3, 3, 4))
     ids = [[d[i].tokens.tolist() for i in range(20)] for d in (first, second, other)]
     assert ids[0] == ids[1] != ids[2]
@@ -75,15 +87,8 @@ def test_the_reward_is_the_fraction_of_correct_words_by_position(completion: str
     assert [result.reward for result in scorer.score([item])] == [expected]
 
 
-def test_the_committed_folder_equals_the_output_of_the_tool(tmp_path: Path) -> None:
-    for task in ("rare_words", "rare_chain"):
-        write_model_folder(task, tmp_path)
-        for file in tmp_path.iterdir():
-            assert file.read_bytes() == (FOLDER / file.name).read_bytes(), f"{file.name}: run tools/make_task_model.py"
-
-
-def test_each_word_is_one_token_and_the_model_is_tiny() -> None:
-    tokenizer, config = load_tokenizer(FOLDER), read_hf_config(FOLDER)
+def test_each_word_is_one_token_and_the_model_is_tiny(folder: Path) -> None:
+    tokenizer, config = load_tokenizer(folder), read_hf_config(folder)
     assert config.vocab_size == len(tokenizer) == 4092
     for key, label in embedded_tasks.rare_chain.problems("train"):
         assert tokenizer(key).input_ids[0] == 1 and len(tokenizer(key).input_ids) == 2
@@ -116,6 +121,6 @@ def test_the_error_of_an_unknown_task_lists_the_available_ones() -> None:
 
 @pytest.mark.parametrize("name", ["words", "chain"])
 def test_the_examples_use_the_tasks(name: str) -> None:
-    config = load_config(FOLDER.parent / f"{name}.toml")
-    assert config.data.train == config.warmup.data == config.data.eval == f"task:rare_{name}"
+    config = load_config(EXAMPLES / f"{name}.toml")
+    assert config.data.train == config.data.eval == f"task:rare_{name}"
     assert config.reward.function == "words"

@@ -38,7 +38,6 @@ Change = Callable[[], None]
 
 _USED = (
     "commands.main",
-    "data.supervised",
     "mcore.checkpoint.save_load",
     "policy.trainer",
     "run.loop",

@@ -98,27 +98,6 @@ def _optimizer_anew() -> None:
     Optimizer.load_state_dict = lambda self, state: None  # type: ignore[method-assign]
 
 
-def _warm_too_early() -> None:
-    """The warm-up is marked as done before its weights are there."""
-    from megatron_dppo.run import policy_setup
-
-    export, mark, make_warmup = policy_setup.export_hf, policy_setup.mark_warm, policy_setup.warmup_from_config
-    made: list[Any] = []
-
-    def warmup_from_config(config: Any) -> Any:
-        made.append(make_warmup(config))
-        return made[-1]
-
-    def wrong(trainer: Any, inputs: Any, model: Any, target: Path, dtype: Any) -> None:
-        if target.name == "base":
-            target.mkdir()
-            mark(target, made[-1], target.parent / "checkpoints")
-        export(trainer, inputs, model, target, dtype)
-
-    policy_setup.export_hf = wrong
-    policy_setup.warmup_from_config = warmup_from_config
-
-
 _MID_SAVE = r"save \| close checkpoints/step_000002(\.partial)?/__0_0\.distcp \| before"
 MUTATIONS = {
     "no fsync": Mutation(_no_fsync, r"save \| rename checkpoints/step_000001\.partial .* after", "power"),
@@ -128,5 +107,4 @@ MUTATIONS = {
     "metrics not cut": Mutation(_metrics_not_cut, r"save \| rename checkpoints/step_000002\.partial .* before"),
     "prompts again": Mutation(_prompts_again, _MID_SAVE),
     "optimizer anew": Mutation(_optimizer_anew, _MID_SAVE),
-    "warm too early": Mutation(_warm_too_early, r"warm-up \| write base\.partial/part-0"),
 }

@@ -27,7 +27,6 @@ PHASES = {
     ("save_load.py", "_run"): "save",
     ("folder.py", "prune"): "prune",
     ("manifest.py", "record"): "manifest",
-    ("policy_setup.py", "build_policy"): "warm-up",
     ("checkpoints.py", "restore"): "resume",
     ("resume.py", "find_resume_point"): "resume",
     ("session.py", "begin"): "start",

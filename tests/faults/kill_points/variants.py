@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
+from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
+
 _MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
 _SMALL = {
     "num_hidden_layers": 1,
@@ -20,11 +25,10 @@ _SMALL = {
 }
 _BASE: dict[str, dict[str, Any]] = {
     "run": {"output_dir": "run", "num_steps": 3},
-    "model": {"path": "model", "random_init": True, "dtype": "fp32"},
+    "model": {"path": "model", "dtype": "fp32"},
     "data": {"train": "task:chain_sum", "eval": "task:chain_sum"},
     "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 3, "dtype": "fp32"},
     "optimizer": {"lr": 0.01},
-    "warmup": {"num_steps": 1, "batch_size": 2},
     "eval": {"every": 1, "max_prompts": 2},
     "checkpoint": {"save_every": 1, "keep": 1, "keep_best": True},
     "log": {"tensorboard": False},
@@ -56,6 +60,8 @@ class Variant:
         shutil.copytree(_MODEL, folder / "model")
         config = json.loads((folder / "model/config.json").read_text())
         (folder / "model/config.json").write_text(json.dumps(config | _SMALL))
+        weights = stream_model(build_hf_model(read_hf_config(folder / "model"), torch.float32, seed=0))
+        save_file({name: tensor.contiguous() for name, tensor in weights}, folder / "model/model.safetensors")
         sections = {name: dict(values) for name, values in _BASE.items()}
         changes = dict(self.changes)
         if self.method:

@@ -54,6 +54,7 @@ USABLE: dict[str, list[str]] = {
 }
 """Commands that work with the base install."""
 NEEDS_MORE = {
+    "base": ["task:chain_sum", "new"],
     "demo": [],
     "convert": ["hf-to-megatron", "a", "b"],
     "train": [CONFIG],

@@ -9,12 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.commands.main import main
-from megatron_dppo.errors import ConfigError
-from megatron_dppo.run.policy_setup import warmup_from_config
-from megatron_dppo.run.warmup import mark_warm
-from megatron_dppo.setup.starts import load_run_config
-from megatron_dppo_doctor.diagnose.run import load_diagnosed_config
 from tests.unit.commands.hostile_runs import HostileRuns
 
 NUM_CASES = 10_000
@@ -61,22 +55,3 @@ def test_an_intact_run_with_evil_functions_executes_none(
     assert code == (0 if command in ("report", "serve") else 2) and not runs.trace.exists()
     said = capsys.readouterr().err
     assert command in ("report", "serve", "replay") or "add --run-functions" in said, said
-
-
-def test_a_diagnosis_never_begins_a_warm_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not without ``base/`` beside a checkpoint, and not because an override makes it another warm-up."""
-    monkeypatch.chdir(tmp_path)
-    runs = HostileRuns(tmp_path, with_functions=False)
-    runs.write()
-    before = sorted(runs.run.rglob("*"))
-    assert main(["diagnose", "run"]) == 2 and sorted(runs.run.rglob("*")) == before
-    assert "a diagnosis trains nothing" in capsys.readouterr().err
-    (runs.run / "base").mkdir()
-    mark_warm(runs.run / "base", warmup_from_config(load_run_config(runs.run, [])), runs.run / "checkpoints")
-    assert load_diagnosed_config(runs.run, []).warmup.num_steps > 0
-    assert load_diagnosed_config(runs.run, ["--rollout.temperature", "0.5"]).rollout.temperature == 0.5
-    for override in ("--warmup.num_steps=3", "--train.micro_batch_tokens=77", "--run.seed=99"):
-        with pytest.raises(ConfigError, match=r"a diagnosis trains nothing.*remove overrides"):
-            load_diagnosed_config(runs.run, [override])

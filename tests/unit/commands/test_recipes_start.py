@@ -23,6 +23,7 @@ from megatron_dppo.config.io import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.hf.folder import read_hf_config
 from megatron_dppo_convert.upcycled_config import Upcycling, upcycled_config
+from megatron_dppo_lab.embedded_tasks import MODEL_TASKS, write_model_folder
 from megatron_dppo_lab.smollm2 import MIXTURE
 from tests.unit.published_folders import (
     published_config,
@@ -119,6 +120,11 @@ def write_models(config: Config, folder: Path) -> None:
         if path.startswith("runs/vf_sums_data/"):
             sys.argv = ["prepare.py", str(target.parent)]
             runpy.run_path(str(EXAMPLES / "agents/vf_sums/prepare.py"))["main"]()
+            shutil.copytree(target.parent / "model", target)
+            write_holes(target, published_weights(read_hf_config(target), is_nested=False))
+        elif name in MODEL_TASKS:
+            write_model_folder(name, target)
+            write_holes(target, published_weights(read_hf_config(target), is_nested=False))
         elif name.endswith("-moe"):
             write_upcycled_folder(target, name.removesuffix("-moe"))
         else:

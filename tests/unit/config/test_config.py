@@ -58,11 +58,10 @@ def test_paths_resolve_against_the_file_only_if_they_exist_there(tmp_path: Path)
     (tmp_path / "train.jsonl").touch()
     (tmp_path / "task:chain_sum").touch()
     data = {"train": "train.jsonl", "eval": "elsewhere.jsonl"}
-    values = minimal() | {"data": data, "warmup": {"data": "task:chain_sum"}}
+    values = minimal() | {"data": data}
     loaded = load_config(write(tmp_path, values))
     assert loaded.model.path == str(tmp_path / "model")
     assert loaded.data.train == str(tmp_path / "train.jsonl") and loaded.data.eval == "elsewhere.jsonl"
-    assert loaded.warmup.data == "task:chain_sum"
     assert load_config(write(tmp_path, values), ["--model.path", "model"]).model.path == "model"
 
 
@@ -103,14 +102,8 @@ def test_each_flag_sets_its_key(path: Path, flags: list[str], section: str, key:
 
 
 def test_the_last_flag_wins_and_reaches_nested_sections(path: Path) -> None:
-    loaded = load_config(path, ["--warmup.optimizer.lr", "0.5", "--lr", "1", "--optimizer.lr", "2"])
-    assert loaded.warmup.optimizer.lr == 0.5 and loaded.optimizer.lr == 2
-
-
-def test_setting_one_warmup_optimizer_key_keeps_the_other_defaults(path: Path) -> None:
-    before = load_config(path).warmup.optimizer
-    after = load_config(path, ["--warmup.optimizer.weight_decay", "0.5"]).warmup.optimizer
-    assert after == before.model_copy(update={"weight_decay": 0.5})
+    loaded = load_config(path, ["--train.layer_noise.std", "0.5", "--lr", "1", "--optimizer.lr", "2"])
+    assert loaded.train.layer_noise.std == 0.5 and loaded.optimizer.lr == 2
 
 
 @pytest.mark.parametrize(
@@ -135,11 +128,19 @@ def test_invalid_flags_are_rejected(path: Path, flags: list[str], part: str) -> 
 def test_an_unknown_key_suggests_the_closest_known_key(path: Path) -> None:
     assert "run.num_step = 3: unknown key; did you mean 'num_steps'?" in refusal(path, "--run.num_step", "3")
     assert "rolout = {'top_k': 3}: unknown key; did you mean 'rollout'?" in refusal(path, "--rolout.top_k", "3")
-    message = refusal(path, "--warmup.optimizer.adam_beta", "3")
-    assert "warmup.optimizer.adam_beta = 3: unknown key; did you mean 'adam_beta" in message
+    message = refusal(path, "--rollout.servers.cont", "3")
+    assert "rollout.servers.cont = 3: unknown key; did you mean 'count'?" in message
     assert "log.xyz = 1: unknown key; known keys: tensorboard, wandb_project, trackers" in refusal(
         path, "--log.xyz", "1"
     )
+
+
+def test_the_warm_up_that_the_trainer_no_longer_has_is_refused_with_the_command(path: Path) -> None:
+    path.write_text(path.read_text() + "[warmup]\nnum_steps = 9\n[warmup.optimizer]\nlr = 0.1\n")
+    for flags in ([], ["--warmup.batch_size", "3"]):
+        message = refusal(path, *flags)
+        assert "warmup = {'num_steps': 9" in message and message.count("unknown key") == 1
+        assert "`megatron-dppo base SOURCE FOLDER --steps N`" in message and "remove [warmup]" in message
 
 
 def test_all_problems_are_listed_at_once(path: Path) -> None:
@@ -221,7 +222,7 @@ def test_threshold_defaults_depend_on_the_variant(loss: dict[str, Any], expected
         ({"optimizer": {"min_lr": 1e-2}}, "min_lr = 0.01 is above lr = 0.001"),
         ({"rollout": {"return_logprobs": False}}, "rollout.return_logprobs = false"),
         ({"train": {"mini_batches": 3}}, "16 * 8 = 128 samples cannot be split into train.mini_batches = 3"),
-        ({"model": {"random_init": True}}, "Set warmup.num_steps"),
+        ({"model": {"random_init": True}}, "`megatron-dppo base` makes a small one"),
         ({"train": {"layer_noise": {"lr": 0.1}}}, "layer_noise.lr = 0.1 has no effect with std = 0"),
         ({"train": {"layer_noise": {"std": 1e-6, "learn": False, "lr": 0.1}}}, "no effect with learn = false"),
         ({"train": {"layer_noise": {"std": 1e-6, "start_layer": 3, "end_layer": 3}}}, "is not above start_layer = 3"),

@@ -31,7 +31,7 @@ def test_extends_merges_tables_key_by_key(tmp_path: Path) -> None:
     assert (result.rollout.max_new_tokens, result.rollout.top_p, result.rollout.temperature) == (7, 0.5, 0.5)
     assert result.loss.name == "grpo" and result.data.eval == {"a": "task:chain_sum"}
     assert result.rollout.prompts_per_step == base.rollout.prompts_per_step
-    assert result.optimizer == base.optimizer and result.warmup == base.warmup
+    assert result.optimizer == base.optimizer
     assert Path(result.model.path).resolve() == (CHAIN_SUM.parent / "model").resolve()  # beside the base, not beside us
     assert "extends" not in tomllib.loads(dump_toml(result))
 

@@ -171,11 +171,6 @@ def test_an_impossible_layout_is_rejected_with_its_arithmetic(
             {"train": {"mini_batches": 16}},
             "each data parallel rank has 16 / 16 * 8 = 8 samples, which do not divide into train.mini_batches = 16",
         ),
-        (
-            2,
-            {"warmup": {"num_steps": 1, "batch_size": 7}},
-            "warmup.batch_size = 7 is not a multiple of the data parallel size 2",
-        ),
     ],
 )
 def test_a_batch_that_does_not_divide_over_the_ranks_is_rejected(
@@ -183,10 +178,6 @@ def test_a_batch_that_does_not_divide_over_the_ranks_is_rejected(
 ) -> None:
     (line,) = problems(world, MOE, sections)
     assert message in line
-
-
-def test_the_warmup_batch_size_is_checked_only_with_a_warmup() -> None:
-    assert layout(2, MOE, {"warmup": {"num_steps": 0, "batch_size": 7}}).dp == 2
 
 
 @pytest.mark.parametrize(
@@ -202,11 +193,9 @@ def test_layers_need_not_divide_where_the_split_is_given(split: dict[str, Any]) 
 
 
 def test_all_problems_of_a_layout_are_listed_together() -> None:
-    model_and_batch = problems(
-        12, replace(DENSE, num_layers=7), {"warmup": {"num_steps": 1, "batch_size": 7}}, tp=3, pp=2
-    )
+    model_and_batch = problems(12, replace(DENSE, num_layers=7), {"rollout": {"prompts_per_step": 7}}, tp=3, pp=2)
     assert len(model_and_batch) == 4
-    for line, part in zip(model_and_batch, ("attention heads", "query groups", "layers", "warmup"), strict=True):
+    for line, part in zip(model_and_batch, ("attention heads", "query groups", "layers", "prompts"), strict=True):
         assert part in line
     assert len(problems(6, MOE, tp=4, overlap_param_gather=True)) == 3
 

@@ -44,7 +44,7 @@ NUMBERS = sorted(set(numbers(Config)), key=str)
 MORE = [("loss.ratio_cap", float), ("loss.divergence_threshold_low", float)] + [
     ("model.transformer." + name, float) for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "hidden_dropout")
 ]
-SEEDS = {"run.seed": ("2000000000",), "optimizer.adam_eps": ("1e-30",), "warmup.optimizer.adam_eps": ("1e-30",)}
+SEEDS = {"run.seed": ("2000000000",), "optimizer.adam_eps": ("1e-30",)}
 """Values that are no absurd ones for these keys."""
 
 

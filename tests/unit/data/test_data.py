@@ -12,10 +12,10 @@ import torch
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.prompts import PromptDataset, load_rows
-from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.errors import CheckpointError, DataError
 from megatron_dppo_lab.embedded_tasks import problems
+from megatron_dppo_lab.supervised import SupervisedDataset
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
 GOOD = {"prompt": "1+1=", "label": "2"}

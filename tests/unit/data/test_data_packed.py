@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.data_rows import DataRow
 from megatron_dppo.data.prompts import PackedList, PromptDataset, load_rows
-from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.errors import DataError
 from megatron_dppo.parallel.objects import from_message, to_message
 from megatron_dppo.types import Prompt
+from megatron_dppo_lab.supervised import SupervisedDataset
 from tests.unit.data_files import write_jsonl
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
@@ -254,16 +254,14 @@ def test_an_object_that_cannot_be_packed_is_rejected_with_its_row() -> None:
             PromptDataset([DataRow("a.jsonl:3", "1", "1", {"x": [odd]})], TOKENIZER, **LIMITS)
 
 
-def test_warm_up_samples_of_packed_pairs_equal_those_of_a_list(tmp_path: Path) -> None:
+def test_supervised_samples_are_those_of_the_pairs(tmp_path: Path) -> None:
     pairs = [{"prompt": f"{i}+1=", "response": "" if i == 3 else f"{i + 1}"} for i in range(9)]
     source = write_jsonl(tmp_path / "pairs.jsonl", pairs)
     here = SupervisedDataset(source, TOKENIZER, 5)
-    there = SupervisedDataset(str(tmp_path / "nowhere.jsonl"), TOKENIZER, 5, here.pairs)
     assert list(here.pairs) == [
         (f"pairs.jsonl:{i + 1}", pair["prompt"], pair["response"]) for i, pair in enumerate(pairs)
     ]
     for index in range(40):
         pair = random.Random(f"5/{index}").choice(pairs)
         ids = [*TOKENIZER(pair["prompt"]).input_ids, *TOKENIZER(pair["response"], add_special_tokens=False).input_ids]
-        for data in (here, there):
-            assert data[index].tokens.tolist() == ids and data[index].labels.tolist() == [*ids[1:], 2]
+        assert here[index].tokens.tolist() == ids and here[index].labels.tolist() == [*ids[1:], 2]

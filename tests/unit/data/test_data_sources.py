@@ -13,8 +13,8 @@ import pytest
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.prompts import PromptDataset, load_rows
 from megatron_dppo.data.sources import read_records
-from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.errors import DataError
+from megatron_dppo_lab.supervised import SupervisedDataset
 from tests.unit.data_files import LAYOUTS, write_jsonl, write_parquet
 
 ROOT = Path(__file__).parents[3]

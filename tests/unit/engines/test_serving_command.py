@@ -58,7 +58,7 @@ def test_routing_and_random_weights_become_flags() -> None:
         rollout={"dtype": "fp32"},
         train={"router_replay": "rollout"},
         model={"random_init": True},
-        warmup={"num_steps": 1},
+        distillation={"teacher_path": "t"},
     )
     line = shlex.join(plans(parsed)[0].argv)
     assert "--dtype float32 --load-format dummy --enable-return-routed-experts" in line
@@ -251,7 +251,7 @@ def test_a_server_needs_the_product_of_its_parallel_sizes(own: dict[str, Any], s
             "sglang",
             {
                 "model": {"random_init": True},
-                "warmup": {"num_steps": 1, "batch_size": 16},
+                "distillation": {"teacher_path": "t"},
                 "rollout": {"weight_sync": {"checksum_every": 0}},
             },
             True,

@@ -30,7 +30,6 @@ RANDOM = {"model": {"path": "m", "random_init": True}}
         ({"lora": {"rank": 4, "target_modules": ["q_proj", "q_proj"]}}, "q_proj more than once"),
         ({"lora": {"rank": -1}}, "greater than or equal to 0"),
         ({"lora": {"rank": 4, "dropout": 0.1}}, "Extra inputs are not permitted"),
-        ({"lora": {"rank": 4}, "warmup": {"num_steps": 5}}, r"warmup\.num_steps = 5: the warm-up trains all weights"),
         ({"lora": {"rank": 4}, "model": {"transformer": {"moe_shared_expert_overlap": True}}}, "do not communicate"),
         ({"rollout": {"engine": "vllm", "weight_sync": BY_ADAPTER}}, r"lora\.rank = 0: there is no adapter to send"),
         (

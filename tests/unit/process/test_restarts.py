@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import ConfigError
-from megatron_dppo.process.restarts import AttemptsExhausted, DiskProgress, RankExit, Restarts, find_first_failure
+from megatron_dppo.process.restarts import AttemptsExhausted, RankExit, Restarts, find_first_failure
 
 CONFIG = Path(__file__).parents[3] / "examples/chain_sum/dppo.toml"
 
@@ -84,26 +84,6 @@ def test_a_node_failure_counts_as_a_crash_and_a_preemption_does_not_count(run: P
     assert "attempt 3" in restarts(run).begin() and "attempt 4" in restarts(run).begin()
     with pytest.raises(AttemptsExhausted, match="4 attempts"):
         restarts(run).begin()
-
-
-def test_the_warm_up_is_progress_before_the_first_step(run: Path) -> None:
-    stages = [DiskProgress.read(run)]
-    (run / "checkpoints/warmup/step_000030").mkdir(parents=True)
-    stages.append(DiskProgress.read(run))
-    (run / "base.partial").mkdir()
-    assert DiskProgress.read(run) == stages[-1]
-    (run / "base.partial").rename(run / "base")
-    (run / "checkpoints/warmup/step_000030").rmdir()  # as the end of the warm-up does
-    stages.append(DiskProgress.read(run))
-    save(run, 1)
-    stages.append(DiskProgress.read(run))
-    assert stages == sorted(set(stages)), "each is more than the one before"
-    assert [str(stage) for stage in stages] == [
-        "the beginning",
-        "step 30 of the warm-up",
-        "the warmed-up model",
-        "the checkpoint of step 1",
-    ]
 
 
 def test_a_damaged_record_raises_an_error_with_its_path(run: Path) -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from columns import ids, logs, same
 from megatron_dppo.data.chat import load_tokenizer
 from megatron_dppo.data.prompts import PromptDataset, load_rows
-from megatron_dppo.data.supervised import SupervisedDataset
 from megatron_dppo.errors import DataError
 from megatron_dppo.report.records import read_records
 from megatron_dppo.rewards.functions import FunctionSpec
@@ -23,6 +22,7 @@ from megatron_dppo.rewards.worker import Worker
 from megatron_dppo.rollout.store import StoredRollouts, load_groups, save_groups
 from megatron_dppo.run.evaluation import write_sample_responses
 from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
+from megatron_dppo_lab.supervised import SupervisedDataset
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
 TOKENIZER = load_tokenizer(MODEL)
@@ -150,7 +150,7 @@ def test_byte_order_marks_and_foreign_line_endings_are_not_part_of_the_text(tmp_
     assert [(r.prompt, r.label) for r in load_rows(str(file), "train").rows] == [("1+1=", "2"), ("1+2=", "3")]
 
 
-def test_a_warm_up_sample_longer_than_the_context_is_rejected_with_its_line(tmp_path: Path) -> None:
+def test_a_supervised_sample_longer_than_the_context_is_rejected_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     pairs = [{"prompt": "1+1=", "response": "2"}, {"prompt": "1+1=", "response": "2" * 40}]
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

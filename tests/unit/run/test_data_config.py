@@ -164,19 +164,16 @@ def test_sources_with_one_metric_name_are_rejected() -> None:
 
 
 def test_rows_of_files_of_one_name_have_different_names(tmp_path: Path) -> None:
-    """Rows of training, validation and warm-up, of which each folder has a file ``rows.jsonl``."""
-    paths = [tmp_path / folder / "rows.jsonl" for folder in ("gsm8k", "math/a", "math/b", "warm")]
-    for path, rows in zip(paths, ([0], [1], [2], []), strict=True):
+    """Rows of training and validation, of which each folder has a file ``rows.jsonl``."""
+    paths = [tmp_path / folder / "rows.jsonl" for folder in ("gsm8k", "math/a", "math/b")]
+    for path, rows in zip(paths, ([0], [1], [2]), strict=True):
         path.parent.mkdir(parents=True)
         write_jsonl(path, [LAYOUTS["slime text"][i] for i in rows])
-    write_jsonl(paths[3], [{"prompt": "1+1=", "response": "2"}])
-    train, held_out, warm = [str(path) for path in paths[:2]], str(paths[2]), str(paths[3])
+    train, held_out = [str(path) for path in paths[:2]], str(paths[2])
     example(tmp_path, f'train = {train}\neval = "{held_out}"')
-    data = read_inputs(load_config(tmp_path / "run.toml", [*SINGLE, "--warmup.data", warm]), 1)
+    data = read_inputs(load_config(tmp_path / "run.toml", SINGLE), 1)
     names = [prompt.prompt_id for prompt in (*data.train_prompts, *data.eval_prompts[""])]
-    assert data.warmup_data is not None
-    names += [location for location, _, _ in data.warmup_data.pairs]
-    assert names == ["gsm8k/rows.jsonl:1", "a/rows.jsonl:1", "b/rows.jsonl:1", "warm/rows.jsonl:1"]
+    assert names == ["gsm8k/rows.jsonl:1", "a/rows.jsonl:1", "b/rows.jsonl:1"]
     # The same in a message that stops a run.
     write_jsonl(paths[1], [{**LAYOUTS["slime text"][0], "label": "another"}])
     with pytest.raises(DataError, match=r"^a/rows\.jsonl:1: the label .* contradicts gsm8k/rows\.jsonl:1, "):

@@ -81,7 +81,7 @@ def test_the_start_reports_them_with_the_folder(tmp_path: Path) -> None:
     hf_config.architectures = ["Exaone4ForCausalLM"]
     hf_config.save_pretrained(tmp_path)
     problems = ErrorCollector()
-    given = config(model=PROVIDED | {"path": str(tmp_path), "random_init": True}, warmup={"num_steps": 3})
+    given = config(model=PROVIDED | {"path": str(tmp_path), "random_init": True}, distillation={"teacher_path": "t"})
     model = read_model(given, 1, problems)
     messages = "\n".join(map(str, problems.errors))
     assert model.layout is not None and model.complete is None

@@ -112,7 +112,7 @@ def test_checks_that_depend_on_an_invalid_value_are_skipped(dry: Any) -> None:
 
 def test_the_other_sections_are_checked_if_one_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
-    path.write_text('[run]\nnum_steps = 2\n[model]\npath = "m"\nrandom_init = true\n[warmup]\nnum_steps = 1\n')
+    path.write_text('[run]\nnum_steps = 2\n[model]\npath = "m"\ndtype = "fp32"\n')
     found = read_config(path, ["--loss.name", "grpo"])
     assert found.problems == [
         "run.output_dir is missing; it has no default",
@@ -207,12 +207,11 @@ def other_shape(folder: Path) -> None:
 def test_incomplete_weights_are_detected_from_their_headers(
     dry: Any, weights: Path, tmp_path: Path, damage: Any, words: str
 ) -> None:
-    options = ("--model.random_init", "false", "--warmup.num_steps", "0", *SINGLE)
     folder = tmp_path / "m"
     shutil.copytree(weights, folder)
     check_weights_fit(folder, read_hf_config(folder))
     damage(folder)
-    code, _, error = dry("--model.path", "m", *options)
+    code, _, error = dry("--model.path", "m", *SINGLE)
     assert code == 2 and words in error and "problems" not in error
 
 
@@ -234,15 +233,6 @@ def test_an_output_folder_below_a_file_is_reported(dry: Any, tmp_path: Path) -> 
     disk_sync = ("--rollout.weight_sync.method", "disk", "--rollout.weight_sync.folder", "file/weights")
     weights = dry(*servers, *disk_sync, *SINGLE)[2]
     assert "rollout.weight_sync.folder = 'file/weights': " in weights and "is a file" in weights
-
-
-def test_the_space_of_a_run_includes_the_base_of_the_warm_up() -> None:
-    inputs: Any = SimpleNamespace(num_parameters=1000)
-
-    config = read_config(EXAMPLE / "dppo.toml", ["--run.output_dir", "run"]).config
-    assert config is not None and config.warmup.num_steps > 0
-    without = config.model_copy(update={"warmup": config.warmup.model_copy(update={"num_steps": 0})})
-    assert run_bytes(config, inputs) - run_bytes(without, inputs) == 4000
 
 
 def test_the_space_of_a_run_includes_recorded_rollouts_which_need_pyarrow(

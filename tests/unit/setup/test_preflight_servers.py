@@ -110,8 +110,7 @@ def test_a_server_that_cannot_serve_the_run_is_reported_with_the_flag_that_fixes
     assert problems_of("sglang", servers(sglang(dp_size=2, enable_dp_attention=True)), **replay) == []
     (router,) = problems_of("sglang", servers(sglang(disaggregation_mode="decode")), **replay)
     assert "--disaggregation-mode is decode: it answers only together with others" in router
-    adapter = without | {"rollout__weight_sync__method": "adapter", "lora__rank": "32", "warmup__num_steps": "0"}
-    adapter |= {"model__random_init": "false"}
+    adapter = without | {"rollout__weight_sync__method": "adapter", "lora__rank": "32"}
     assert problems_of("sglang", servers(sglang(enable_lora=True, max_lora_rank=32)), **adapter) == []
     (lora,) = problems_of("sglang", servers(sglang(enable_lora=None)), **adapter)
     (rank,) = problems_of("vllm", servers(vllm(lora_config={"max_lora_rank": 16}, parallel_config={})), **adapter)

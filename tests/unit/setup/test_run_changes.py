@@ -74,7 +74,7 @@ def test_sections_with_both_kinds_list_each_key() -> None:
     """A new key of these sections has to be put into one class here."""
     mixed = [key for key in keys() if key.split(".")[0] in MIXED]
     assert {key for key in mixed if change_kind(key) == "free"} == FREE
-    for section in ("model", "data", "loss", "warmup"):
+    for section in ("model", "data", "loss"):
         assert {change_kind(key) for key in keys() if key.startswith(f"{section}.")} <= {"results", "fixed"}
     for section in ("parallel", "checkpoint", "log", "rollout.servers", "rollout.weight_sync"):
         of_section = {key for key in keys() if key.startswith(f"{section}.")} - {"rollout.servers.model"}

@@ -109,7 +109,7 @@ def test_weights_that_cannot_be_quantized_reach_no_server(folder: Path) -> None:
 
 def test_servers_start_with_the_folder_and_have_the_limits_of_bf16(folder: Path) -> None:
     settings = config(
-        folder, "fp8", model={"path": str(folder / "model"), "random_init": True}, warmup={"num_steps": 1}
+        folder, "fp8", model={"path": str(folder / "model"), "random_init": True}, distillation={"teacher_path": "t"}
     )
     (plan,) = server_plans(settings, {})
     assert plan.argv[plan.argv.index("--model-path") + 1] == str(folder / "fp8") and "dummy" not in plan.argv

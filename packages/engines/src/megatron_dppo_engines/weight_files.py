@@ -118,7 +118,7 @@ def _choose_without_index(folder: Path, names: list[str], key: str) -> list[str]
         hint = " (its pytorch_model*.bin are pickle files; save them as safetensors with transformers)"
         raise CheckpointError(
             f"{key} = {str(folder)!r} has no *.safetensors weights{hint if pickled else ''}; expected a complete "
-            "Hugging Face folder (or set model.random_init = true together with a warm-up)"
+            "Hugging Face folder"
         )
     raise CheckpointError(
         f"{key} = {str(folder)!r} has several safetensors files and no {INDEX} that says which are the model: "

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.source_names import TASK
 from megatron_dppo_lab.grid import LossSetting, Mismatch, Settings, merged
 from megatron_dppo_lab.shipped import shipped_folder
 from megatron_dppo_lab.smollm2 import GGUF_SHA256, MIXTURE
@@ -176,26 +177,62 @@ def task_files(task: str) -> Path | None:
     return shipped_folder("examples") / REAL_MODEL if task in (REAL_MODEL, REAL_MIXTURE) else None
 
 
-_WARMUP: Mapping[str, Settings] = {
+BASE_DEFAULTS: Settings = {
+    "run": {"output_dir": "base", "num_steps": 1600},
+    "model": {"dtype": "fp32"},
+    # One step is one update on so many pairs of prompt and response. The other two keys have no default, and no effect.
+    "rollout": {"prompts_per_step": 96, "samples_per_prompt": 2, "max_new_tokens": 1},
+    "train": {"mini_batches": 1},
+    "optimizer": {
+        "lr": 6e-3,
+        "min_lr": 6e-4,
+        "lr_warmup_steps": 20,
+        "lr_decay_style": "cosine",
+        "adam_beta2": 0.98,
+        "weight_decay": 0.01,
+    },
+}
+"""Configuration of ``base_model.train_base``, without ``model.path`` and ``data.train``."""
+
+
+_BASES: Mapping[str, Settings] = {
     "rare_words": {"num_steps": 2000, "batch_size": 192, "optimizer": {"lr": 3e-3}},
     "rare_chain": {"num_steps": 2000, "batch_size": 192, "optimizer": {"lr": 3e-3}},
     # With batches of 64 the right word has a probability of .004 at the end, and no run learns in its 20 steps.
     "rare_words_32k": {"num_steps": 1500, "batch_size": 192, "optimizer": {"lr": 3e-3}},
     "chain_sum": {"num_steps": 1600},
 }
+"""Supervised training of each task's base model, where it differs from ``BASE_DEFAULTS``."""
 
 
-def warmup_settings(task: str, seed: int, num_steps: int | None = None) -> Settings:
-    """Return the configuration of the run that trains a base model: a warm-up and one tiny step of training.
+def base_settings(source: str, seed: int = 0, num_steps: int | None = None) -> Settings:
+    """Return the configuration of ``base_model.train_base`` for a source of samples, without ``model.path``.
 
-    The real model needs no training: its settings identify the files of model and task. ``num_steps`` None uses the
-    task's number.
+    The source is an embedded task (``task:NAME``), or a file, which gets the defaults.
+    """
+    recipe = _BASES.get(source.removeprefix(TASK), {}) if source.startswith(TASK) else {}
+    steps = num_steps or recipe.get("num_steps")
+    batch_size = recipe.get("batch_size")
+    changed: Settings = {
+        "run": {"seed": seed, **({} if steps is None else {"num_steps": steps})},
+        "data": {"train": source},
+        "rollout": {} if batch_size is None else {"prompts_per_step": batch_size},
+        "optimizer": recipe.get("optimizer", {}),
+    }
+    return merged(BASE_DEFAULTS, changed)
+
+
+def base_identity(task: str, seed: int, num_steps: int | None = None) -> Settings:
+    """Return everything that the base model of a task depends on. Its digest is part of the names of bases and rows.
+
+    So its keys must stay: they are those of the configuration that trained the first bases. The real models need no
+    training: the digests of their files identify them.
     """
     if (files := task_files(task)) is not None:
         digests = {name: hashlib.sha256((files / name).read_bytes()).hexdigest() for name in _REAL_MODEL_FILES}
         upcycled = {"upcycling": dict(MIXTURE)} if task == REAL_MIXTURE else {}
         return {"model": GGUF_SHA256, "files": digests, **upcycled}
-    warmup = dict(_WARMUP[task]) | {"data": f"task:{task}"}
+    warmup = dict(_BASES[task]) | {"data": f"task:{task}"}
     if num_steps is not None:
         warmup["num_steps"] = num_steps
     tiny: Settings = {

@@ -25,7 +25,8 @@ from megatron_dppo.process.marker import MARKER
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.steps.files import FOLDER as ROLLOUTS
 from megatron_dppo.setup.starts import CONFIG, STARTS
-from megatron_dppo_lab.catalogue import REAL_MIXTURE, task_files
+from megatron_dppo_lab.base_model import print_loss, train_base
+from megatron_dppo_lab.catalogue import REAL_MIXTURE, base_settings, task_files
 from megatron_dppo_lab.embedded_tasks import write_model_folder
 from megatron_dppo_lab.grid import GridRun, Settings, merged
 from megatron_dppo_lab.smollm2 import mixture_folder, model_folder
@@ -66,15 +67,21 @@ class RunRecords(NamedTuple):
     """Value of ``log.rollouts_every``. It changes no other result of the run."""
 
 
-def make_base(task: str, settings: Settings, target: str) -> None:
-    """Warm up the base model of a task and create its folder ``target`` atomically.
+def make_base(task: str, seed: int, num_steps: int | None, target: str) -> None:
+    """Train the base model of a task and create its folder ``target`` atomically.
 
     The folder of the real model holds links to its files.
+
+    Args:
+        task: Key of ``TASKS``.
+        seed: Seed of initial weights and corpus.
+        num_steps: Supervised steps. None uses the task's number.
+        target: Folder to create.
     """
     folder = Path(f"{target}.partial")
     _prepare_process(folder)
     start_time = time.perf_counter()
-    made = folder / "run" / "base"
+    made = folder / "base"
     if task_files(task) is not None:
         made.mkdir(parents=True)
         model = mixture_folder(print) if task == REAL_MIXTURE else model_folder(print)
@@ -82,7 +89,9 @@ def make_base(task: str, settings: Settings, target: str) -> None:
             (made / file.name).symlink_to(file)
     else:
         write_model_folder(task, folder / "model")
-        _train(task, settings, folder / "run", {"model": {"path": str(folder / "model")}})
+        paths: Settings = {"model": {"path": str(folder / "model")}, "run": {"threads_per_rank": 1}}
+        settings = merged(base_settings(f"task:{task}", seed, num_steps), paths)
+        train_base(validate(settings, "base"), made, print_loss)
     costs = {"cpu_seconds": _cpu_seconds(), "wall_seconds": time.perf_counter() - start_time}
     write_synced(made / COSTS, json.dumps(costs))
     made.replace(target)

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rows", nargs="+", default=[], help="rows.jsonl (or .xz) of other machines to import")
     parser.add_argument("--list", action="store_true", help="print the missing runs, run nothing")
-    parser.add_argument("--warmup-steps", type=int, help="warm-up steps of the base models (default: the task's)")
+    parser.add_argument("--warmup-steps", type=int, help="supervised steps of the base models (default: the task's)")
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         jobs=options.jobs,
         seeds=options.seeds,
         limit=options.limit,
-        warmup_steps=options.warmup_steps,
+        base_steps=options.warmup_steps,
         list_only=options.list,
         rows=options.rows,
     )

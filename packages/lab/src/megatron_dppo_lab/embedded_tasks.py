@@ -240,11 +240,17 @@ def _tokenizer(entries: list[str]) -> Tokenizer:
     return tokenizer
 
 
+MODEL_TASKS = ("chain_sum", "rare_words", "rare_chain", "rare_words_32k")
+"""Tasks whose model ``write_model_folder`` knows. The second and third have one folder."""
+
+
 def write_model_folder(task: str, folder: Path, head_dim: int = 16) -> None:
     """Write config.json, generation_config.json, tokenizer.json and tokenizer_config.json.
 
     ``rare_words`` and ``rare_chain`` have one folder. vLLM's CPU attention has heads of 32, and none of 16.
     """
+    if task not in MODEL_TASKS:
+        raise ValueError(f"task {task!r}; expected one of {', '.join(MODEL_TASKS)}")
     if task == "chain_sum":
         tokenizer, sizes = character_tokenizer(), {}
     else:

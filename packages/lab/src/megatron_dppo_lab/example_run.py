@@ -30,29 +30,53 @@ class RunnableExample:
     files: str
     """Folder in ``examples/``."""
     config: str
-    make_model: Callable[[Callable[[str], None]], Path]
-    """Function that returns the model's folder in the cache. The first call builds the model, and prints lines."""
+    make_model: Callable[[int], Path]
+    """Function of the run's seed that returns the model's folder. The first call builds the model."""
+    processes: int = 2
+    """Training processes unless the command line has another number."""
+    is_bf16: bool = False
+    """True if the configuration trains in bf16."""
+
+
+def _base(task: str) -> Callable[[int], Path]:
+    """Return the function that makes the base model of an embedded task."""
+
+    def make(seed: int) -> Path:
+        from megatron_dppo_lab.base_model import create_base
+
+        folder = MODELS / f"{task}-{seed}"
+        if not folder.exists():
+            create_base(f"task:{task}", folder, [f"--run.seed={seed}"])
+        return folder
+
+    return make
 
 
 RUNNABLE: Mapping[str, RunnableExample] = {
-    "smollm2": RunnableExample("smollm2", "dppo.toml", model_folder),
-    "smollm2-moe": RunnableExample("smollm2", "moe.toml", mixture_folder),
+    "rare_chain": RunnableExample("rare_words", "chain.toml", _base("rare_chain"), processes=1),
+    "rare_words": RunnableExample("rare_words", "words.toml", _base("rare_words"), processes=1),
+    "smollm2": RunnableExample("smollm2", "dppo.toml", lambda _: model_folder(_print), is_bf16=True),
+    "smollm2-moe": RunnableExample("smollm2", "moe.toml", lambda _: mixture_folder(_print), is_bf16=True),
 }
 
 
-def run_example(name: str, files: Path, *, output: Path, processes: int, seed: int, overrides: Sequence[str]) -> int:
+def run_example(
+    name: str, files: Path, *, output: Path, processes: int | None, seed: int, overrides: Sequence[str]
+) -> int:
     """Build the model, train, write the report.
 
-    An earlier run in ``output`` is moved to ``old/``. Return the exit code of the training.
+    An earlier run in ``output`` is moved to ``old/``. ``processes`` None uses the example's number. Return the exit
+    code of the training.
     """
     example = RUNNABLE[name]
     start_time = time.perf_counter()
-    model = example.make_model(_print)
     # torchrun would hide the message of the training processes behind its own traceback.
     require_extra("examples")
+    model = example.make_model(seed)
+    processes = processes or example.processes
     _link(model, MODELS / name)
     settings = ["--run.output_dir", str(output), "--run.overwrite", "true", "--run.seed", str(seed)]
-    if not has_fast_bf16():
+    if example.is_bf16 and not has_fast_bf16():
         _print("model    bf16 is not faster on this CPU: training in fp32, about twice as long")
         settings += ["--model.dtype", "fp32", "--rollout.dtype", "fp32"]
     if importlib.util.find_spec("pyarrow") is not None:

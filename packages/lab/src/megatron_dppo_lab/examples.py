@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runnable = ", ".join(RUNNABLE)
     parser.add_argument("--copy-only", action="store_true", help=f"copy without running ({runnable})")
     parser.add_argument("--output", type=Path, help="folder of the run (default: runs/NAME)")
-    parser.add_argument("--processes", type=int, default=2, help="training processes of the run (default 2)")
+    parser.add_argument("--processes", type=int, help="training processes of the run (default: the example's, 2 or 1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the run (default 0)")
 
 
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _run_example(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Copy the example's files unless they exist, and run it."""
     (name,) = options.name
-    if options.processes < 1:
+    if options.processes is not None and options.processes < 1:
         raise ConfigError(f"--processes {options.processes}: expected at least 1")
     from megatron_dppo.config.run import MAX_SEED
 

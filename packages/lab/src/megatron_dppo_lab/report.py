@@ -28,7 +28,7 @@ class Request:
     seeds: Sequence[int] | None = None
     limit: int | None = None
     """Largest number of new runs. 0 only writes the results of finished ones. None executes all."""
-    warmup_steps: int | None = None
+    base_steps: int | None = None
     list_only: bool = False
     rows: Sequence[str] = ()
     """Files with rows of other machines."""
@@ -36,7 +36,7 @@ class Request:
 
 def execute(experiment: Experiment, request: Request) -> None:
     """Execute missing runs and write ``table.md``, ``figures.png`` and ``rows.jsonl`` to the experiment's folder."""
-    store = Store(Path(request.output), request.warmup_steps)
+    store = Store(Path(request.output), request.base_steps)
     store.check_output_dir()
     external = [_Source(file, read_external_rows(Path(file))) for file in request.rows]
     if request.list_only:

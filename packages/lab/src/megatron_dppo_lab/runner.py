@@ -84,10 +84,9 @@ def _jobs(store: Store, runs: Sequence[GridRun], rollouts_every: int | None) -> 
 
 
 def _base_job(store: Store, run: GridRun, target: Path) -> _Job:
-    name = f"base of {run.task}, seed {run.settings['run']['seed']}"
-    return _Job(
-        make_base, (run.task, store.warmup(run), str(target)), target, log_path(Path(f"{target}.partial")), name
-    )
+    seed = run.settings["run"]["seed"]
+    arguments = (run.task, seed, store.base_steps, str(target))
+    return _Job(make_base, arguments, target, log_path(Path(f"{target}.partial")), f"base of {run.task}, seed {seed}")
 
 
 def _run_job(store: Store, run: GridRun, rollouts_every: int | None) -> _Job:

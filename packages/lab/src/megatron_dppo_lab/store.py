@@ -13,8 +13,8 @@ from pathlib import Path
 from megatron_dppo.errors import ErrorCollector, UserError
 from megatron_dppo.files import disk_errors, existing_parent, write_synced
 from megatron_dppo.process.lock import FolderLock, LockMessages
-from megatron_dppo_lab.catalogue import warmup_settings
-from megatron_dppo_lab.grid import GridRun, Settings
+from megatron_dppo_lab.catalogue import base_identity
+from megatron_dppo_lab.grid import GridRun
 from megatron_dppo_lab.row import ExternalRow, read_stored, relabel_row
 from megatron_dppo_lab.statistics import Row
 
@@ -35,12 +35,12 @@ class Store:
     """Folder of rows and base models.
 
     Rows are ``rows/KEY-HASH.json``, base models ``bases/TASK-SEED-HASH/``. Running runs work in ``runs/``. HASH is the
-    digest of the warm-up's settings.
+    digest of ``base_identity``.
     """
 
     folder: Path
-    warmup_steps: int | None = None
-    """Warm-up steps of base models. None uses the task's number."""
+    base_steps: int | None = None
+    """Supervised steps of base models. None uses the task's number."""
 
     def row(self, run: GridRun) -> Path:
         """Return the file of a run's row."""
@@ -65,11 +65,8 @@ class Store:
         return shipped if shipped.is_dir() else self.folder / "bases" / name
 
     def _digest(self, run: GridRun) -> str:
-        return hashlib.sha256(json.dumps(self.warmup(run), sort_keys=True).encode()).hexdigest()[:8]
-
-    def warmup(self, run: GridRun) -> Settings:
-        """Return the configuration of the base model's warm-up."""
-        return warmup_settings(run.task, run.settings["run"]["seed"], self.warmup_steps)
+        identity = base_identity(run.task, run.settings["run"]["seed"], self.base_steps)
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
 
     def read(self, runs: Sequence[GridRun]) -> Rows:
         """Read the existing rows of these runs."""

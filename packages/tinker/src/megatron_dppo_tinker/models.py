@@ -88,7 +88,7 @@ class ModelParts:
         """Return a model with new adapters, which change nothing yet."""
         run = self.config.run.model_copy(update={"seed": spec.seed})
         config = self.config.model_copy(update={"lora": spec.config(self.config.lora), "run": run})
-        trainer = build_trainer(config, self.inputs, self.groups, self.platform, "rl")
+        trainer = build_trainer(config, self.inputs, self.groups, self.platform)
         hf_config = self.inputs.hf_config
         return TrainedModel(spec, config.lora, trainer, hf_config, self.config.train.micro_batch_tokens)
 

@@ -47,8 +47,8 @@ def check_config(config: Config) -> None:
         )
     if config.rollout.temperature != 1:
         raise ConfigError(f"rollout.temperature = {config.rollout.temperature}: losses of the Tinker API need 1")
-    if config.model.random_init or config.warmup.num_steps:
-        raise ConfigError("model.random_init and warmup.num_steps are not served. Fix: name a folder with weights")
+    if config.model.random_init:
+        raise ConfigError("model.random_init = true is not served. Fix: name a folder with weights")
     if config.train.router_replay != "off":
         raise ConfigError(f"train.router_replay = {config.train.router_replay!r}: requests carry no routes. Fix: 'off'")
     if config.parallel.overlap_grad_reduce:

@@ -22,10 +22,8 @@ from megatron_dppo.process.stop_signal import StopSignal
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.saved import SchedulerState
-from megatron_dppo.run.policy_setup import warmup_from_config
 from megatron_dppo.run.session import Session, open_session
 from megatron_dppo.run.step import StepBatch, make_samples
-from megatron_dppo.run.warmup import is_warm
 from megatron_dppo.setup.named_functions import SAMPLING, TRAINING, named_functions, require_permission
 from megatron_dppo.setup.starts import load_run_config, read_starts
 from megatron_dppo.types import TrainingSample
@@ -52,7 +50,7 @@ def diagnose_run(folder: Path, overrides: Sequence[str] = (), *, with_functions:
     config = diagnosis_config(before)
     if not with_functions:
         config = _without_functions(config)
-    with StopSignal() as stop, open_session(config, stop) as session:
+    with StopSignal(), open_session(config) as session:
         _restore(session)
         snapshots = Snapshots(session.trainer)
         for _ in range(config.train.max_staleness):
@@ -84,14 +82,6 @@ def load_diagnosed_config(folder: Path, overrides: Sequence[str], *, with_functi
             f"the run in {str(folder)!r} was trained by {there} processes, and this command runs with {here}. Fix: "
             f"torchrun --nproc-per-node {there} -m megatron_dppo.commands.main diagnose {folder}, or override "
             "[parallel]"
-        )
-    base = folder / "base"
-    # A session would begin the warm-up, and write its result into the run's folder.
-    if config.warmup.num_steps and not is_warm(base, warmup_from_config(config)):
-        raise ConfigError(
-            f"{base} does not hold the warmed-up model of this configuration ([model], [warmup], run.seed, "
-            "train.micro_batch_tokens), and a diagnosis trains nothing. Fix: resume the run until its warm-up is "
-            f"finished, restore {base}, or remove overrides of these keys"
         )
     perturbation = config.rollout.perturbation
     if perturbation.unrecorded_temperature != 1:

@@ -199,7 +199,7 @@ def _open_run(config: Config, checkpoint: Path | None, step: int) -> Iterator[Re
         groups = build_groups(config.run, inputs, platform, world)
         teacher = build_teacher(config.distillation, config.model, config.rollout.temperature, inputs, groups, platform)
         setup.seed_random_states(config.run.seed)
-        trainer = build_trainer(config, inputs, groups, platform, "rl")
+        trainer = build_trainer(config, inputs, groups, platform)
         if checkpoint is not None:
             here = layout_identity(config.model, config.parallel, inputs)
             same = all(here[key] == state["layout"][key] for key in ("layout", "world_size"))

@@ -1,13 +1,12 @@
-"""Prompt and response pairs for a supervised warm-up, addressed by one integer."""
+"""Prompt and response pairs for supervised training, addressed by one integer."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from megatron_dppo.data.prompts import PackedList
 from megatron_dppo.data.sources import read_records, require
-from megatron_dppo.data.tasks import load_task_with_corpus
+from megatron_dppo.data.tasks import Task, load_task
 from megatron_dppo.data.training_samples import to_training_sample
 from megatron_dppo.errors import DataError
 from megatron_dppo.source_names import TASK
@@ -15,35 +14,46 @@ from megatron_dppo.types import TrainingSample
 from megatron_dppo.types.model_folder import Tokenizer
 from megatron_dppo_conversations.messages import media_problem
 
-Pairs = PackedList[tuple[str, str, str]]
-"""(location, prompt, response) of each row."""
 _CACHE_SIZE = 100_000
 """Texts of a task whose tokens are cached."""
+
+
+@runtime_checkable
+class TaskWithCorpus(Task, Protocol):
+    """An embedded task with a corpus for supervised training."""
+
+    def demonstration(self, rng: random.Random, /) -> tuple[str, str]:
+        """Return prompt and response of one sample of the corpus."""
+
+
+def load_task_with_corpus(source: str) -> TaskWithCorpus:
+    """Return the task of a source for supervised training.
+
+    Raises:
+        DataError: See ``load_task``, or the task has no corpus.
+    """
+    task = load_task(source)
+    if not isinstance(task, TaskWithCorpus):
+        raise DataError(
+            f"{source!r} has no corpus for supervised training. Fix: name another task, or a file with 'prompt' and "
+            "'response'"
+        )
+    return task
 
 
 class SupervisedDataset:
     """An endless stream of supervised samples; sample ``i`` depends on the seed and ``i`` alone.
 
-    The source is an embedded task (its warm-up corpus, from training problems only), or a JSONL file, Parquet file or
-    ``hf:`` name with ``prompt`` and ``response`` strings. It is read here unless ``pairs`` are given.
+    The source is an embedded task (its corpus, from training problems only), or a JSONL file, Parquet file or ``hf:``
+    name with ``prompt`` and ``response`` strings.
     """
 
-    def __init__(
-        self,
-        source: str,
-        tokenizer: Tokenizer | None,
-        seed: int,
-        pairs: Pairs | None = None,
-        *,
-        name: str | None = None,
-    ) -> None:
+    def __init__(self, source: str, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer, self._seed = tokenizer, seed
         self._cache: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
         self._task = load_task_with_corpus(source) if source.startswith(TASK) else None
-        if pairs is None:
-            pairs = PackedList(() if self._task else (_parse_pair(*record) for record in read_records(source, name)))
-        self.pairs = pairs
-        """Empty if the corpus is that of an embedded task."""
+        self.pairs = [] if self._task else [_parse_pair(*record) for record in read_records(source)]
+        """(location, prompt, response) of each row. Empty if the corpus is that of an embedded task."""
         if not self._task and not len(self.pairs):
             raise DataError(f"{source} has no rows; expected rows with 'prompt' and 'response'")
 
