@@ -117,7 +117,7 @@ class LossConfig(Section):
     def __new__(cls, **values: Any) -> Self:
         """Create an object of the class that ``name`` selects."""
         # LossConfig(name="grpo") gives the class of that loss, so that callers need not know the classes.
-        selected = loss_class_for(values) if cls is LossConfig else cls
+        selected = cast(type[LossConfig], loss_class_for(values)) if cls is LossConfig else cls
         selected._check_names(values)
         return cast(Self, super().__new__(selected))
 
@@ -389,7 +389,7 @@ def _validated(values: object) -> LossConfig:
         return values
     if not isinstance(values, dict):
         raise ValueError(f"expected a table of keys, got {type(values).__name__}; write [loss] name = ...")
-    return loss_class_for(values).model_validate(values)
+    return cast(LossConfig, loss_class_for(values).model_validate(values))
 
 
 AnyLoss = Annotated[SerializeAsAny[LossConfig], PlainValidator(_validated)]

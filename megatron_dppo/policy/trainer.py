@@ -229,7 +229,7 @@ class PolicyTrainer:
 
     def record_routing(self, batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the log-probabilities under the live routers, and the routes ``[T, L, k]`` of this stage's layers."""
-        return self.token_logprobs(batches, "record", lambda head, hidden, row: head.statistics(hidden, row).logprobs)
+        return self.read_rows(batches, lambda head, hidden, row: head.statistics(hidden, row).logprobs, "record")
 
     def token_logprobs(
         self,

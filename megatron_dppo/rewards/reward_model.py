@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -42,7 +42,7 @@ class RewardModel:
             return item.prompt + completion
         messages = item.messages or ({"role": "user", "content": item.prompt},)
         answer = {"role": "assistant", "content": completion}
-        chat = [*(dict(message) for message in messages), answer]
+        chat: list[Mapping[str, object]] = [*(dict(message) for message in messages), answer]
         return apply_chat_template(self._tokenizer, chat, self._now, tokenize=True)
 
     async def _send(self, questions: Sequence[_Question]) -> list[list[float]]:

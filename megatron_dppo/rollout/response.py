@@ -155,7 +155,7 @@ class GrowingResponse:
         self._optional = {
             c.response: GrowingColumn(c, c.empty(shapes[c.response]), len(self.prompt))
             for c in TOKEN_COLUMNS
-            if c.response in shapes
+            if c.response is not None and c.response in shapes
         }
         if routing is not None:
             self._optional["routed_experts"] = GrowingColumn(ROUTES, missing_rows(0, routing), len(self.prompt))

@@ -142,7 +142,8 @@ class BatchInvariantEngine:
 
         parts, _ = self._trainer.read_rows(packed.batches, read)
         order = torch.tensor([i for part in packed.bins for i in part], device=self._trainer.device)
-        hidden, logits = (torch.cat([part[i] for part in parts]) for i in (1, 2))
+        hidden = torch.cat([part[1] for part in parts])
+        logits = torch.cat([part[2] for part in parts])
         # Packing has sorted the sequences into bins: undo that.
         inverse = order.argsort() if sequences else order[:0]
         return _NextTokenLogits(parts[0][0], hidden[inverse], logits[inverse])

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from megatron_dppo_agents.agent_request import Message
+from megatron_dppo_conversations.formats.base import ToolCall
 
 
 class CallIds:
@@ -20,15 +20,13 @@ class CallIds:
         self._written: dict[str, str] = {}
         """Id that the policy wrote, by the id that the program got."""
 
-    def make_unique(
-        self, calls: Sequence[Mapping[str, Any]], messages: Sequence[Message]
-    ) -> tuple[dict[str, Any], ...]:
+    def make_unique(self, calls: Sequence[ToolCall], messages: Sequence[Message]) -> tuple[ToolCall, ...]:
         """Return the calls of a response as the program gets them, with ids that no call of the episode has.
 
         A call has an empty id if the policy wrote none. The messages may have ids of the program's.
         """
         taken = {call["id"] for message in messages for call in message.get("tool_calls", ())}
-        result = []
+        result: list[ToolCall] = []
         for call in calls:
             call_id = call["id"]
             if not call_id or call_id in taken or call_id in self._written:

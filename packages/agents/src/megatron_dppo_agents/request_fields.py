@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
 
 from megatron_dppo_agents.agent_request import CallError
+from megatron_dppo_conversations.formats.base import ToolCall
 from megatron_dppo_conversations.rules import ConversationError, read_tool, read_tool_call
 
 _MAX_MODEL_NAME = 256
@@ -160,7 +161,7 @@ def read_tools(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, An
         return [read_tool(tool, f"tools[{index}]", kinds=kinds) for index, tool in enumerate(tools)]
 
 
-def read_call(call: Any, name: str) -> dict[str, Any]:
+def read_call(call: object, name: str) -> ToolCall:
     """Return a tool call as chat templates expect it."""
     with _refused_in_words():
         return read_tool_call(call, name)

@@ -146,14 +146,14 @@ def read_row_calls(calls: Any, name: str, tools: Tools, *, is_columnar: bool) ->
     """
     if not isinstance(calls, list):
         raise ConversationError(f"{name} = {calls!r:.80}, expected a list")
-    result = []
+    result: list[dict[str, Any]] = []
     is_filled = is_columnar or _fill_each_other(calls)
     for each in calls:
         call = read_tool_call(each, name)
         function = call["function"]
         schema = parameters_schema(tools, function["name"])
         function["arguments"] = _without_fillers(function["arguments"], schema, is_filled=is_filled)
-        result.append(call if call["id"] else {key: part for key, part in call.items() if key != "id"})
+        result.append({key: part for key, part in call.items() if key != "id" or call["id"]})
     return result
 
 

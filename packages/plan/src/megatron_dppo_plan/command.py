@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.errors import PlanError
 
@@ -125,14 +125,12 @@ def _without_functions(config: Config) -> Config:
     """Return the configuration with a built-in loss for a user's, which is not executed: a rehearsal computes it."""
     if not config.loss.has_text:
         return config
-    from megatron_dppo.config.loss_registry import loss_class_for
+    from megatron_dppo.config.loss import LossConfig
 
     loss = config.loss
-    name = "dppo_topk_tv" if loss.is_topk else "dppo_binary_tv"
-    topk = {"topk": loss.topk} if loss.is_topk else {}
-    coefficients = {"kl_coef": loss.kl_coef, "entropy_coef": loss.entropy_coef}
-    values = {"name": name, **topk, **coefficients}
-    built_in = loss_class_for(values).model_validate(values)
+    values: dict[str, Any] = {"kl_coef": loss.kl_coef, "entropy_coef": loss.entropy_coef}
+    values |= {"name": "dppo_topk_tv", "topk": loss.topk} if loss.is_topk else {"name": "dppo_binary_tv"}
+    built_in = LossConfig(**values)
     functions = " and ".join(dict.fromkeys(name for name in (loss.name, loss.mask) if name and ":" in name))
     print(f"note     not executed: {functions}. The plan is that of the loss {built_in.name}", flush=True)
     return config.model_copy(update={"loss": built_in})

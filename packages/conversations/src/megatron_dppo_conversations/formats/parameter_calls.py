@@ -36,9 +36,7 @@ class ParameterGrammar:
     """True if the template writes a line break before and behind each value, which are no part of it."""
 
 
-def read_parameters(
-    text: str, position: int, grammar: ParameterGrammar, tools: Tools
-) -> tuple[dict[str, Any] | None, int]:
+def read_parameters(text: str, position: int, grammar: ParameterGrammar, tools: Tools) -> tuple[ToolCall | None, int]:
     """Return the call that begins at a position, and the position after it; None if it is malformed."""
     head = grammar.call.match(text, position)
     if head is None:
