@@ -78,5 +78,5 @@ def test_a_diagnosis_never_begins_a_warm_up(
     assert load_diagnosed_config(runs.run, []).warmup.num_steps > 0
     assert load_diagnosed_config(runs.run, ["--rollout.temperature", "0.5"]).rollout.temperature == 0.5
     for override in ("--warmup.num_steps=3", "--train.micro_batch_tokens=77", "--run.seed=99"):
-        with pytest.raises(ConfigError, match=r"a diagnosis trains nothing.*remove overrides"):
+        with pytest.raises(ConfigError, match="a diagnosis trains nothing"):
             load_diagnosed_config(runs.run, [override])

@@ -48,5 +48,5 @@ def test_a_key_that_an_older_version_did_not_know_counts_as_its_default(
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"other": 1}', b"3", b"\xff\xfe"])
 def test_a_damaged_marker_is_an_error_and_no_fresh_warm_up(content: bytes, tmp_path: Path) -> None:
     (tmp_path / MARKER).write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"{MARKER} cannot be read .*delete {tmp_path} to run the warm-up again"):
+    with pytest.raises(CheckpointError, match=f"{MARKER} cannot be read .*{tmp_path}"):
         is_warm(tmp_path, warmup_from_config(configs.config()))

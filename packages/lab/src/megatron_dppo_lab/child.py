@@ -72,7 +72,7 @@ def make_base(task: str, settings: Settings, target: str) -> None:
     The folder of the real model holds links to its files.
     """
     folder = Path(f"{target}.partial")
-    _prepare_process(folder)
+    prepare_process(folder)
     start_time = time.perf_counter()
     made = folder / "run" / "base"
     if task_files(task) is not None:
@@ -82,7 +82,7 @@ def make_base(task: str, settings: Settings, target: str) -> None:
             (made / file.name).symlink_to(file)
     else:
         write_model_folder(task, folder / "model")
-        _train(task, settings, folder / "run", {"model": {"path": str(folder / "model")}})
+        train_run(task, settings, folder / "run", {"model": {"path": str(folder / "model")}})
     costs = {"cpu_seconds": _cpu_seconds(), "wall_seconds": time.perf_counter() - start_time}
     write_synced(made / COSTS, json.dumps(costs))
     made.replace(target)
@@ -100,12 +100,12 @@ def make_row(run: GridRun, base: str, folder: str, row: str, records: RunRecords
         records: Records to keep. None keeps the row alone.
     """
     work_folder = Path(folder)
-    _prepare_process(work_folder)
+    prepare_process(work_folder)
     start_time = time.perf_counter()
     run_values: dict[str, Any] = {"model": {"path": base}}
     if records is not None:
         run_values["log"] = {"rollouts_every": records.rollouts_every}
-    config, error = _train(run.task, run.settings, work_folder / "run", run_values)
+    config, error = train_run(run.task, run.settings, work_folder / "run", run_values)
     curves = read_curves(work_folder / "run" / "metrics.jsonl")
     steps = curves.get("rollout/reward", [])
     if not error and len(steps) < config.run.num_steps:
@@ -153,7 +153,7 @@ def read_curves(metrics: Path) -> dict[str, list[float | None]]:
     return {name: [record[name] for record in records if record.get(name) is not None] for name in sorted(names)}
 
 
-def _train(task: str, settings: Settings, folder: Path, paths: Mapping[str, Any]) -> tuple[Config, str]:
+def train_run(task: str, settings: Settings, folder: Path, paths: Mapping[str, Any]) -> tuple[Config, str]:
     """Run the trainer. Return the configuration and the error that stopped the run, usually empty."""
     from megatron_dppo.run.loop import run as train
 
@@ -170,7 +170,7 @@ def _train(task: str, settings: Settings, folder: Path, paths: Mapping[str, Any]
     return config, ""
 
 
-def _prepare_process(folder: Path) -> None:
+def prepare_process(folder: Path) -> None:
     """Create an empty work folder, redirect output to its log, and exit with the command."""
     # The garbage collector need not look at what the fork server imported: each full collection would take a third of a
     # second, and copy the pages that the processes share.
