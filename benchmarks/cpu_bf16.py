@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_dppo.head.mixed_gemm import _allow_bf16_products, _blocks, logits_into
+from megatron_dppo.head.mixed_gemm import _allow_bf16_products, _blocks, logits_into  # reaches: timed alone
 
 TOKENS = 2048
 HIDDEN = 576

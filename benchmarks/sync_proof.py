@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dppo.weights.attempt import Attempt
-from megatron_dppo.weights.digests import _cut, _target_slot
+from megatron_dppo.weights.digests import _cut, _target_slot  # reaches: timed alone
 from megatron_dppo.weights.proof import WeightProofs
 from megatron_dppo_engines.server import ServerInfo
 from megatron_dppo_engines.serving.vllm_extension import megatron_dppo_digest
@@ -163,7 +163,7 @@ class CountedDevice:
 
     def __enter__(self) -> Counts:
         tolist = Tensor.tolist
-        values = batched_words.BatchedWords._values
+        values = batched_words.BatchedWords._values  # reaches: timed alone
 
         def count_read(tensor: Tensor) -> Any:
             self.counts.reads += 1
@@ -177,7 +177,7 @@ class CountedDevice:
 
         for patch in (
             # Sums by tile are kernels on a GPU, which are counted; here they are arithmetic.
-            mock.patch.object(batched_words.BatchedWords, "_values", leave_out),
+            mock.patch.object(batched_words.BatchedWords, "_values", leave_out),  # reaches: timed alone
             mock.patch.object(megatron_dppo_digest, "has_kernel", lambda device: True),
             mock.patch.object(words_kernel, "hash_parts", self._launch),
             mock.patch.object(Tensor, "tolist", count_read),
@@ -189,7 +189,7 @@ class CountedDevice:
         self._stack.close()
 
     def _launch(self, table: Tensor, sums: Tensor, num_fields: int, constants: Any) -> None:
-        rows = dict(zip(batched_words._Row._fields, table.numpy().T, strict=True))
+        rows = dict(zip(batched_words._Row._fields, table.numpy().T, strict=True))  # reaches: timed alone
         words = rows["count"] * (rows["end"] - rows["first_program"]) // rows["span"]
         self.counts.launches += 2  # with the copy of the table
         self.counts.bytes_read += int(words.sum()) * 4

@@ -64,12 +64,12 @@ def attention(lengths: list[int], most_padded: float) -> Way:
     batch: Any = SimpleNamespace(cu_seqlens=cu_seqlens, max_seqlen=max(lengths), position_ids=positions)
 
     def run() -> None:
-        usual, length_buckets._MAX_PADDING_RATIO = length_buckets._MAX_PADDING_RATIO, most_padded
+        usual, length_buckets.MAX_PADDING_RATIO = length_buckets.MAX_PADDING_RATIO, most_padded
         try:
             row = PackedRow.from_batch(batch, starts)
             torch.autograd.grad(module(*parts, None, packed_seq_params=row).sum(), parts)
         finally:
-            length_buckets._MAX_PADDING_RATIO = usual
+            length_buckets.MAX_PADDING_RATIO = usual
 
     return run
 

@@ -18,7 +18,7 @@ from megatron_dppo.types import LossInputs, LossOutput
 _TOLERANCES = {torch.bfloat16: 0.25, torch.float16: 0.25}
 """Largest log-probability by dtype that rounding explains: a logit of 40 minus a logsumexp of 40."""
 _TOLERANCE = 0.01
-_checked_on_device = set[str]()
+checked_on_device = set[str]()
 """Losses whose values were checked on a device with a queue, where a check waits for it."""
 
 
@@ -69,14 +69,15 @@ def check_call(inputs: LossInputs, config: LossConfig) -> None:
             "detach(), or compute the value alone inside torch.no_grad()."
         )
     if inputs.logprobs.device.type != "cpu":
-        if config.name in _checked_on_device:
+        if config.name in checked_on_device:
             return
-        _checked_on_device.add(config.name)
-    _check_values(inputs)
+        checked_on_device.add(config.name)
+    check_values(inputs)
 
 
 @torch.no_grad()
-def _check_values(inputs: LossInputs) -> None:
+def check_values(inputs: LossInputs) -> None:
+    """Check the values of tensors, which waits for their device."""
     mask = inputs.loss_mask
     columns = {"logprobs": inputs.logprobs, "rollout_logprobs": inputs.rollout_logprobs}
     if any(column is not None and column.shape != mask.shape for column in (*columns.values(), inputs.advantages)):

@@ -9,6 +9,11 @@ Each finding is printed as ``file:line: text``; the exit code is 1 if there is o
   ``create=True``). ``# creates: why`` at the end of the line allows one.
 - *Comparisons that cannot differ*: of an expression with itself, in ``==`` and in calls such as ``torch.equal`` and
   ``assert_same_run``. A call may differ from its repetition, so that this is not one.
+- *Private names of the package*: an import, an attribute of a module or class, a string or a patch that names one.
+  Such a test fails when code moves, and not when it breaks. ``# reaches: why`` at the end of the line allows one.
+  Private attributes of instances are passed over.
+- *Prose of error messages*: a ``match=`` with more than three words that are no key, value or name. Tests ask for the
+  class and the key; ``tests/error_texts.txt`` has the texts.
 - *Parametrizations without a case* fail when pytest collects them: this checks the setting in ``pyproject.toml``.
 
 Runs that stand still, and so equal every other, are the matter of ``tests/reference_run.py``.
@@ -20,6 +25,7 @@ import argparse
 import ast
 import importlib
 import inspect
+import re
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -30,7 +36,14 @@ from source_folders import ROOT, SOURCES, TESTS
 
 FOLDERS = (*TESTS, ROOT / "benchmarks", ROOT / "tools")
 OURS = (*SOURCES, *(folder.name for folder in FOLDERS))
-ALLOWED = "# creates:"
+CREATES = "# creates:"
+REACHES = "# reaches:"
+PRIVATE = re.compile(rf"({'|'.join(SOURCES)})(\.\w+)*\._(?!_|replace|asdict|fields)\w+(\.\w+)*")
+"""Dotted names of the package with a private part. Methods of ``NamedTuple`` have an underscore and are public."""
+MAX_WORDS = 3
+"""Words of prose in ``match=``: enough to tell errors of one class and key apart."""
+_KEY = re.compile(r"""'[^']*'|"[^"]*"|`[^`]*`|\{[^}]*\}|\S*[\w)\]][._/=:\[(-]+\w\S*|--\w\S*""")
+"""What is no prose: quoted values, placeholders, dotted and joined names, addresses, flags."""
 COMPARING = frozenset({"equal", "allclose", "isclose", "array_equal", "assert_close", "assert_allclose"}) | frozenset(
     {"assert_array_equal", "assert_equal", "assert_same_run", "assert_different_folders", "array_equiv"}
 )
@@ -39,10 +52,12 @@ _UNKNOWN = "?"
 
 
 class Finding(NamedTuple):
-    """A statement that tests nothing."""
+    """A statement that tests nothing, or the wrong thing."""
 
     line: int
     text: str
+    marker: str = CREATES
+    """Comment that allows it."""
 
 
 class Scope:
@@ -120,11 +135,11 @@ class Scope:
 
 
 def findings(source: str) -> Iterator[Finding]:
-    """Return what tests nothing in the text of a file."""
+    """Yield what a file tests wrongly."""
     lines = source.splitlines()
     tree = ast.parse(source)
     for finding in _walk(tree.body, Scope(tree.body, (), None)):
-        if ALLOWED not in lines[finding.line - 1]:
+        if finding.marker not in lines[finding.line - 1]:
             yield finding
 
 
@@ -142,8 +157,10 @@ def _walk(body: Sequence[ast.AST], scope: Scope) -> Iterator[Finding]:
         elif isinstance(node, ast.Call):
             yield from _check_patch(node, scope)
             yield from _check_call(node)
+            yield from _check_match(node)
         elif isinstance(node, ast.Compare):
             yield from _check_comparison(node)
+        yield from _check_private(node, scope)
         yield from _walk(list(ast.iter_child_nodes(node)), scope)
 
 
@@ -223,6 +240,41 @@ def _check_call(node: ast.Call) -> Iterator[Finding]:
         yield Finding(node.lineno, f"{ast.unparse(node.args[0])} is compared with itself")
 
 
+def _check_match(node: ast.Call) -> Iterator[Finding]:
+    for pattern in (each.value for each in node.keywords if each.arg == "match"):
+        parts = pattern.values if isinstance(pattern, ast.JoinedStr) else [pattern]
+        text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in parts)  # type: ignore[misc]
+        # Of alternatives, the longest counts.
+        words = max((prose(part) for part in text.split("|")), key=len)
+        if len(words) > MAX_WORDS:
+            yield Finding(node.lineno, f"match= has {len(words)} words ({' '.join(words)}): keep a key, value or name")
+
+
+def prose(pattern: str) -> list[str]:
+    """Return the words of a regular expression that are no part of a key, value or name."""
+    text = re.sub(r"\.\*|\(\?s\)|\\[nd]", " ", pattern).replace("\\", "")
+    return [word for word in re.findall(r"\b[^\W\d_]{2,}\b", _KEY.sub(" ", text)) if word.islower() or word.istitle()]
+
+
+def _check_private(node: ast.AST, scope: Scope) -> Iterator[Finding]:
+    """Find private names of the package's modules and classes."""
+    names: list[str] = []
+    match node:
+        case ast.ImportFrom(module=str(module), names=aliases, level=0):
+            names = [f"{module}.{alias.name}" for alias in aliases]
+        case ast.Import(names=aliases):
+            names = [alias.name for alias in aliases]
+        case ast.Attribute(value=value, attr=attr):
+            names = [f"{owner}.{attr}" for owner in scope.resolve(value)]
+        case ast.Constant(value=str(text)):
+            names = [text]
+        case ast.Call(args=[owner, name, *_]):
+            names = [f"{each}.{private}" for each in scope.resolve(owner) for private in scope.strings(name)]
+    for name in names:
+        if PRIVATE.fullmatch(name):
+            yield Finding(node.lineno, f"{name} is private: test what it does through a public name", REACHES)  # type: ignore[attr-defined]
+
+
 def is_same(left: ast.expr, right: ast.expr) -> bool:
     """Return True if two expressions have the same value whatever happens: the same text, and nothing is called."""
     changing = (ast.Call, ast.Await, ast.Yield, ast.NamedExpr)
@@ -247,8 +299,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
     problems = setting_problems(ROOT / "pyproject.toml")
     for file in files:
-        problems += [f"{file}:{line}: {text}" for line, text in findings(file.read_text("utf-8"))]
-    print("\n".join(problems) or f"{len(files)} files: each patch has a target, nothing is compared with itself")
+        problems += [f"{file}:{line}: {text}" for line, text, _ in findings(file.read_text("utf-8"))]
+    print(
+        "\n".join(problems)
+        or f"{len(files)} files: each patch has a target, nothing is compared with itself, no private name"
+    )
     return 1 if problems else 0
 
 

@@ -97,7 +97,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         topk_logprobs=config.topk_logprobs,
     )
     plans = plan_servers(config.rollout, server, os.environ, visible, options.skip_gpus, node)
-    network = _network_variables(config.rollout, node)
+    network = network_variables(config.rollout, node)
     plans = [replace(plan, env=plan.env | network) for plan in plans]
     if options.dry_run:
         for plan in plans:
@@ -159,7 +159,7 @@ def _server_node(options: argparse.Namespace) -> ServerNode | None:
     return ServerNode(rank=options.node_rank, address=options.dist_init_addr)
 
 
-def _network_variables(rollout: RolloutConfig, node: ServerNode | None) -> dict[str, str]:
+def network_variables(rollout: RolloutConfig, node: ServerNode | None) -> dict[str, str]:
     """Return the variables that name the interface of ``rollout.servers.host``, and this node in a vLLM server."""
     from megatron_dppo.engines.serving.environment import shares_communicator
     from megatron_dppo.parallel.network import find_interface, interface_variables, is_loopback, source_address

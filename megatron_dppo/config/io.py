@@ -24,7 +24,7 @@ from megatron_dppo.config.section import Section, TomlTable
 from megatron_dppo.config.user_functions import functions_as_text
 from megatron_dppo.errors import ConfigError
 
-_ALIASES: dict[str, tuple[str, str, object]] = {
+FLAG_ALIASES: dict[str, tuple[str, str, object]] = {
     "bf16": ("model", "dtype", "bf16"),
     "no_bf16": ("model", "dtype", "fp32"),
     "seed": ("run", "seed", None),
@@ -204,7 +204,7 @@ def _parse_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str, obj
             problems.append(f"unexpected argument {flag!r}; overrides look like --section.key value")
             continue
         name = flag[2:]
-        section, key, fixed = _locate(name)
+        section, key, fixed = locate_flag(name)
         if fixed is not None:
             if equals:
                 problems.append(
@@ -226,14 +226,14 @@ def _parse_overrides(arguments: Sequence[str]) -> tuple[list[tuple[str, str, obj
     return result, problems
 
 
-def _locate(name: str) -> tuple[str, str, object]:
+def locate_flag(name: str) -> tuple[str, str, object]:
     """Return section and key of a flag; the third part is its value if the flag takes none."""
     if "." in name:
         section, _, key = name.rpartition(".")
         return section, key.replace("-", "_"), None
     key = name.replace("-", "_")
-    if key in _ALIASES:
-        return _ALIASES[key]
+    if key in FLAG_ALIASES:
+        return FLAG_ALIASES[key]
     # Megatron's names are unique, so a flag without a section finds its key; --no-KEY sets it to false.
     for section, model in (("parallel", ParallelConfig), ("optimizer", OptimizerConfig)):
         if key in model.model_fields:

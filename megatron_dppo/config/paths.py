@@ -29,7 +29,7 @@ _PATHS = (
 )
 """Keys whose values are paths or data sources."""
 
-_FUNCTIONS = (
+FUNCTION_KEYS = (
     ("reward", "function"),
     ("rollout", "generate"),
     ("agent", "function"),
@@ -43,12 +43,12 @@ _FUNCTIONS = (
 def is_function_key(key: str) -> bool:
     """Return True if ``section.key`` may name a user function."""
     section, _, name = key.partition(".")
-    return (section, name) in _FUNCTIONS or fnmatchcase(key, "reward.functions.*.function")
+    return (section, name) in FUNCTION_KEYS or fnmatchcase(key, "reward.functions.*.function")
 
 
 def resolve_paths(values: TomlTable, folder: Path) -> None:
     """Make the paths of models, data, functions and programs absolute, if they exist."""
-    for section, key in (*_PATHS, *_FUNCTIONS):
+    for section, key in (*_PATHS, *FUNCTION_KEYS):
         table = values.get(section)
         if not isinstance(table, dict) or key not in table:
             continue

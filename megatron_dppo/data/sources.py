@@ -38,7 +38,7 @@ def read_records(source: str, name: str | None = None) -> Iterator[Record]:
     Every value is one that can be tokenized, sent and written later (``values.check_values``).
     """
     try:
-        for location, record in _open(source, name or name_sources([source])[source]):
+        for location, record in open_source(source, name or name_sources([source])[source]):
             check_values(location, record)
             yield location, record
     except OSError as error:
@@ -47,7 +47,8 @@ def read_records(source: str, name: str | None = None) -> Iterator[Record]:
         ) from error
 
 
-def _open(source: str, name: str) -> Iterator[Record]:
+def open_source(source: str, name: str) -> Iterator[Record]:
+    """Open a source by its name or its first bytes, and yield its rows."""
     if match := _HUB_ADDRESS.match(source):
         raise DataError(f"data file {source!r} is an address of the Hugging Face hub. Write {HUB}{match[1]}")
     if source.startswith(HUB):

@@ -14,20 +14,20 @@ from pathlib import Path
 
 from megatron_dppo.errors import CheckpointError
 
-_CPU_SECONDS = 30
+CPU_SECONDS = 30
 """Processor time of the child. The tokenizers of published models need 1 to 2 s."""
 _MEMORY = 4 << 30
 """Address space of the child. Those tokenizers need less than 1 GiB."""
 _MAX_CHARACTERS = 1 << 24
 """Longest text of a template for four short messages."""
-_CHILD = Path(__file__).with_name("tokenizer_trial_child.py")
+CHILD = Path(__file__).with_name("tokenizer_trial_child.py")
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
 def try_tokenizer(folder: Path) -> None:
     """Check that tokenizer and chat templates of a folder end within limits. A folder is tried once a process."""
     states = [(folder / name).stat() for name in _FILES if (folder / name).is_file()]
-    _try_once(folder.resolve(), tuple((state.st_size, state.st_mtime_ns) for state in states), _CPU_SECONDS)
+    _try_once(folder.resolve(), tuple((state.st_size, state.st_mtime_ns) for state in states), CPU_SECONDS)
 
 
 @lru_cache(maxsize=16)
@@ -35,7 +35,7 @@ def _try_once(folder: Path, states: tuple[tuple[int, int], ...], cpu_seconds: in
     del states  # they only tell files apart that have changed
     process = subprocess.run(
         # -P: the folder of the script holds modules of this package, which are not for import here.
-        [sys.executable, "-P", str(_CHILD), str(folder), *map(str, (_MAX_CHARACTERS, cpu_seconds, _MEMORY))],
+        [sys.executable, "-P", str(CHILD), str(folder), *map(str, (_MAX_CHARACTERS, cpu_seconds, _MEMORY))],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -75,7 +75,7 @@ class _RequestHandler:
         """Run one request and send its generation or its error to the trainer."""
         try:
             server = self._servers[message["server"]]
-            generation = await self._generate(server, _request_from_json(message["request"], token_ids))
+            generation = await self._generate(server, request_from_json(message["request"], token_ids))
         except UserError as error:
             # The trainer rebuilds the error from its class name and fields: no pickle.
             failure = {"kind": type(error).__name__, "text": str(error), "fields": vars(error)}
@@ -87,7 +87,8 @@ class _RequestHandler:
             self.frames.send({"id": number, **_generation_to_json(generation)}, response_to_tensors(generation))
 
 
-def _request_from_json(fields: dict[str, Any], token_ids: tuple[int, ...]) -> GenerateRequest:
+def request_from_json(fields: dict[str, Any], token_ids: tuple[int, ...]) -> GenerateRequest:
+    """Return the request of a message; its token ids arrive as a column."""
     routing = fields["routing"]
     if routing is not None:
         routing = RoutingShape(**{**routing, "dense_layers": frozenset(routing["dense_layers"])})

@@ -25,7 +25,7 @@ from megatron_dppo_engines.servers.contract import Contract
 from megatron_dppo_engines.servers.frames import Frames
 from megatron_dppo_engines.servers.http import Deadlines
 
-_EXIT_SECONDS = 5.0
+EXIT_SECONDS = 5.0
 """Time that a process gets to exit before it is killed."""
 _OVERDUE_SECONDS = 60.0
 """Time beyond the deadline of a request after which the process itself counts as hanging."""
@@ -79,7 +79,7 @@ class _Process:
         """Send a request to the server with an index, and return its checked response."""
         number = next(self._numbers)
         self.pending[number] = asyncio.get_running_loop().create_future()
-        message = {"id": number, "server": server, "request": _request_to_json(request)}
+        message = {"id": number, "server": server, "request": request_to_json(request)}
         self._frames.send(message, {"token_ids": torch.tensor(request.token_ids, dtype=torch.int32)})
         # It may have exited before this request was pending, and then nothing else would end the wait.
         if self.has_exited:
@@ -104,7 +104,7 @@ class _Process:
             self._socket.close()
         try:
             # The closed connection makes the process exit.
-            await asyncio.to_thread(self._process.wait, _EXIT_SECONDS)
+            await asyncio.to_thread(self._process.wait, EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -172,7 +172,7 @@ class ClientProcesses:
                     await process.connect()
 
 
-def _request_to_json(request: GenerateRequest) -> dict[str, Any]:
+def request_to_json(request: GenerateRequest) -> dict[str, Any]:
     """Return all fields but the token ids, which are sent as a column."""
     routing = request.routing
     return {

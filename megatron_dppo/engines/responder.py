@@ -25,7 +25,7 @@ from megatron_dppo_engines.servers.pool import ServerPool
 
 T = TypeVar("T")
 
-_MAX_EMPTY_RESPONSES = 8
+MAX_EMPTY_RESPONSES = 8
 """Aborts in a row without a new token that a request survives, about 10 seconds in all."""
 
 
@@ -201,7 +201,7 @@ class Responder:
             if generation.finish_reason != FinishReason.ABORT:
                 return generation.finish_reason
             empty_responses = 0 if has_tokens else empty_responses + 1
-            if empty_responses > _MAX_EMPTY_RESPONSES:
+            if empty_responses > MAX_EMPTY_RESPONSES:
                 raise ServerError(
                     "rollout.servers",
                     f"a request was aborted {empty_responses} times without a new token, and not by this run. Check "

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_BLOCK_ENTRIES = 1 << 20
+BLOCK_ENTRIES = 1 << 20
 """Size of a block of the weight while it is converted on the CPU: 4 MB in float32."""
 
 
@@ -59,7 +59,7 @@ def _allow_bf16_products(dtype: torch.dtype) -> Iterator[None]:
 def _block_rows(weight: Tensor) -> int:
     """Return how many rows of ``weight [W, H]`` are converted at a time."""
     rows, columns = weight.shape
-    return min(rows, max(64, _BLOCK_ENTRIES // max(columns, 1)))
+    return min(rows, max(64, BLOCK_ENTRIES // max(columns, 1)))
 
 
 def _blocks(weight: Tensor) -> Iterator[slice]:
@@ -128,7 +128,7 @@ class WeightGradient:
 
 def _add_blocks(total: Tensor, dlogits: Tensor, hidden: Tensor, beta: float) -> None:
     """Compute ``total = beta total + dlogits.T @ hidden`` on the CPU; factors are bf16 or fp16, total [W, H] fp32."""
-    rows, step = hidden.float(), _BLOCK_ENTRIES // max(len(hidden), 1)
+    rows, step = hidden.float(), BLOCK_ENTRIES // max(len(hidden), 1)
     with _allow_bf16_products(hidden.dtype):
         for start in range(0, len(total), max(64, step)):
             block = slice(start, start + max(64, step))

@@ -20,7 +20,7 @@ from megatron_dppo.head.mixed_gemm import accumulation_dtype
 
 _UNDERFLOW = -1e4
 """Finite stand-in for log 0. Its exp is 0 in every dtype, so that 0 log 0 gives 0 without a branch."""
-_BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20
 """Size of a block of rows in the dtype of the statistics. There are two at a time: small enough for the cache of
 a core, and large enough that the number of calls does not count."""
 
@@ -43,7 +43,7 @@ def row_statistics(
     ``labels [n]`` and ``ids [n, K]`` are int64 indices in this shard, -1 = not of this shard or an unused slot. The
     result is float32, or float64 for float64 logits.
     """
-    triton = _triton_kernels(logits)
+    triton = triton_kernels(logits)
     function = row_statistics_torch if triton is None else triton.row_statistics
     return function(logits, shard_size, labels, ids, temperature, squares)
 
@@ -72,7 +72,7 @@ def row_gradient(
     ``out [n, W]`` may lie in the memory of ``logits`` if its row i begins where row i of the logits begins, and its
     elements are not larger: ``logits`` itself, or a bf16 or fp16 view of it.
     """
-    triton = _triton_kernels(logits)
+    triton = triton_kernels(logits)
     function = row_gradient_torch if triton is None else triton.row_gradient
     return function(logits, shard_size, labels, maximum, total, grad_logprobs, grad_entropy, entropy, temperature, out)
 
@@ -237,7 +237,7 @@ def _finite(maximum: Tensor) -> Tensor:
 def _rows_at_a_time(logits: Tensor, shard_size: int) -> int:
     if logits.is_cuda:
         return len(logits)
-    return max(1, _BLOCK_BYTES // (shard_size * accumulation_dtype(logits).itemsize))
+    return max(1, BLOCK_BYTES // (shard_size * accumulation_dtype(logits).itemsize))
 
 
 def _scratch(logits: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
@@ -251,7 +251,7 @@ def _row_blocks(shard_size: int, logits: Tensor, *columns: Tensor) -> Iterator[t
     return zip(*(tensor.split(step) for tensor in (logits, *columns)), strict=True)
 
 
-def _triton_kernels(logits: Tensor) -> ModuleType | None:
+def triton_kernels(logits: Tensor) -> ModuleType | None:
     """Return the Triton kernels for logits of at most fp32 on CUDA if Triton is installed."""
     return _imported_triton_kernels() if logits.is_cuda and logits.dtype != torch.float64 else None
 

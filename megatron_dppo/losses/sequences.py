@@ -113,7 +113,7 @@ def _within_budget(
     weighted = torch.where(mask, weights * divergence, 0.0)
     # b of the sequence. Tokens outside the mask are infinite here, so they sort behind the ``last + 1`` values that
     # count.
-    allowance = _percentile(torch.where(mask, divergence, torch.inf), last).clamp(*budget)
+    allowance = percentile_90(torch.where(mask, divergence, torch.inf), last).clamp(*budget)
     # delta + b W_t - S_t, with the sums over the tokens before t.
     before = limit + allowance * _shifted_sum(weights) - _shifted_sum(weighted)
     return weighted <= torch.minimum(limit, before)
@@ -124,7 +124,7 @@ def _shifted_sum(values: Tensor) -> Tensor:
     return torch.cat([values.new_zeros(1), values.cumsum(0)[:-1]])
 
 
-def _percentile(values: Tensor, last: Tensor) -> Tensor:
+def percentile_90(values: Tensor, last: Tensor) -> Tensor:
     """Return the 90th percentile of the ``last + 1`` smallest values ``[n]``, a scalar."""
     ordered = values.sort().values
     position = _QUANTILE * last.double()

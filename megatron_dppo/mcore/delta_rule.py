@@ -23,7 +23,7 @@ from megatron_dppo_megatron_cpu.layers import rms_norm
 
 FLA = "fla-core[cuda]>=0.6"
 """Package of the kernels, as pip takes it (flash-linear-attention)."""
-_CHUNK_SIZE = 64
+CHUNK_SIZE = 64
 """Tokens between two states of the recurrence, as in transformers and flash-linear-attention."""
 _L2_EPS = 1e-6
 """Summand under the root of the norm of queries and keys, as in transformers."""
@@ -55,7 +55,7 @@ def choose_kernels(config: TransformerConfig) -> DeltaNetKernels:
     on_cuda = not config.use_cpu_initialization
     is_half = config.params_dtype in (torch.bfloat16, torch.float16)
     if on_cuda and is_half and not config.deterministic_mode and has_fla():
-        if miscompiled := _miscompiled_by():
+        if miscompiled := find_miscompiling_triton():
             raise ConfigError(
                 f"{miscompiled} computes wrong gradients of linear attention on this GPU. Fix: {FIX}; or uninstall "
                 "fla-core, then the layers run in torch, which is slower"
@@ -64,7 +64,7 @@ def choose_kernels(config: TransformerConfig) -> DeltaNetKernels:
     return TORCH_KERNELS
 
 
-def _miscompiled_by() -> str | None:
+def find_miscompiling_triton() -> str | None:
     """Return the name of a Triton that miscompiles the kernels for this process's device."""
     version = importlib.metadata.version("triton")
     has_tilelang = importlib.util.find_spec("tilelang") is not None
@@ -118,7 +118,7 @@ def _convolve(x: Tensor, weight: Tensor, row: PackedRow) -> Tensor:
 
 def _mix(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, row: PackedRow) -> Tensor:
     repeat = value.shape[1] // key.shape[1]
-    query, key = (_l2_norm(x).repeat_interleave(repeat, 1) for x in (query, key))
+    query, key = (l2_norm(x).repeat_interleave(repeat, 1) for x in (query, key))
     layouts = [bucket.keys for bucket in row.buckets]
     outputs = []
     for layout in layouts:
@@ -134,7 +134,8 @@ def _gate(x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
     return gated.type_as(x)
 
 
-def _l2_norm(x: Tensor) -> Tensor:
+def l2_norm(x: Tensor) -> Tensor:
+    """Return the vectors of the last dimension with length 1, in fp32."""
     # The result is not rounded to the dtype of x: in bf16 that would double the error of the rule. In fp16 the gradient
     # of the root of a small sum would overflow.
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -152,7 +153,7 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     """
     dtype = torch.promote_types(value.dtype, torch.float32)
     tokens = value.shape[1]
-    chunk = min(_CHUNK_SIZE, tokens)
+    chunk = min(CHUNK_SIZE, tokens)
     q, k, v = (_chunked(x.to(dtype), chunk) for x in (query, key, value))
     log_decay, beta = (_chunked(x.to(dtype)[..., None], chunk) for x in (decay, beta))
     q = q * q.shape[-1] ** -0.5

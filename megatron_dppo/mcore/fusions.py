@@ -41,8 +41,8 @@ def default_fusions(overrides: Mapping[str, object], *, is_cuda: bool, engine: b
             "--cpp_ext and --cuda_ext, on CUDA; install one of them, or leave the key out"
         )
     return dict(
-        apply_rope_fusion=engine and _has_fused_rope(),
-        moe_permute_fusion=engine and experts and _has_fused_permute(),
+        apply_rope_fusion=engine and has_fused_rope(),
+        moe_permute_fusion=engine and experts and has_fused_permute(),
         bias_activation_fusion=engine and not any(overrides.get(name) for name in _OTHER_ACTIVATION),
         gradient_accumulation_fusion=adds,
     )
@@ -53,14 +53,14 @@ def has_apex_gradient_kernel() -> bool:
     return layers._grad_accum_fusion_available
 
 
-def _has_fused_rope() -> bool:
+def has_fused_rope() -> bool:
     """Megatron binds the name to None where Transformer Engine is too old (1.4)."""
     from megatron.core.models.common.embeddings import rope_utils
 
     return rope_utils.fused_apply_rotary_pos_emb_thd is not None
 
 
-def _has_fused_permute() -> bool:
+def has_fused_permute() -> bool:
     """Likewise (2.1)."""
     from megatron.core.transformer.moe import moe_utils
 

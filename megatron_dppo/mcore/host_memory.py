@@ -98,10 +98,10 @@ class ReferenceWeights:
             parameter.copy_(value)
 
 
-_PIECE = 2**28
+BUFFER_BYTES = 2**28
 """Bytes of one pinned buffer. Torch rounds pinned allocations up to a power of two, so large ones waste memory."""
 _HostBuffers = tuple[Tensor, ...]
-"""Contents of one storage, in buffers of at most ``_PIECE`` bytes."""
+"""Contents of one storage, in buffers of at most ``BUFFER_BYTES`` bytes."""
 
 
 class DeviceState:
@@ -188,7 +188,7 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _pieces(storage: torch.UntypedStorage) -> Sequence[Tensor]:
-    return _as_bytes(storage).split(_PIECE)
+    return _as_bytes(storage).split(BUFFER_BYTES)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -58,7 +58,7 @@ class Converter:
         from megatron_dppo.mcore.checkpoint.save_load import load_model
         from megatron_dppo.mcore.lora import Lora
 
-        config = _read_lora_config(checkpoint)
+        config = read_lora_config(checkpoint)
         if config.rank:
             self.load_hf()
             self.lora = Lora(self.models, model_shape(self.hf_config), self.groups, config, seed=0)
@@ -71,7 +71,7 @@ class Converter:
         return self.bridge.export(*([] if self.lora is None else [self.lora.merge]))
 
 
-def _read_lora_config(checkpoint: Path) -> LoraConfig:
+def read_lora_config(checkpoint: Path) -> LoraConfig:
     """Return the LoRA configuration of a checkpoint that training wrote; the default, without adapters, for others."""
     from megatron_dppo.mcore.checkpoint.folder import read_state
 

@@ -42,7 +42,7 @@ def run(config: Config) -> int:
                 # From here on a signal lets the current step end and be saved.
                 stop.deferring = True
                 with _recorded_failures(session):
-                    _train(session, stop, limit)
+                    train_steps(session, stop, limit)
         except Stopped as reason:
             # The session's console is closed, so this line needs one of its own.
             Console(enabled=os.environ["RANK"] == "0" and config.log.progress).print(f"stopped  {reason}")
@@ -64,7 +64,7 @@ def _recorded_failures(session: Session) -> Iterator[None]:
         raise
 
 
-def _train(session: Session, stop: StopSignal, limit: TimeLimit) -> None:
+def train_steps(session: Session, stop: StopSignal, limit: TimeLimit) -> None:
     """Train until the last step, the target accuracy, a signal or the time limit, then export the model."""
     config = session.config
     state = session.state

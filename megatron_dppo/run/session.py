@@ -105,11 +105,11 @@ class Session:
         folder = Path(self.config.run.output_dir)
         say = self.records.console.print
         self.trainer.check_can_save()
-        for note in run_on_leader(lambda: _set_damaged_logs_aside(folder), dist.group.WORLD):
+        for note in run_on_leader(lambda: set_damaged_logs_aside(folder), dist.group.WORLD):
             say(note)
         if point is not None:
             self.state, self.evaluator.responses_before = self.checkpoints.restore(point)
-            if note := _missing_records(folder, self.state.step):
+            if note := missing_records(folder, self.state.step):
                 say(note)
         changes: Sequence[Change] = () if point is None else point.changes
         if point is None and (before := read_metrics(folder / "metrics.jsonl")):
@@ -301,13 +301,13 @@ def _background_group(checkpoint: CheckpointConfig, world: dist.ProcessGroup) ->
     return new_background_group(world) if saves_in_background else None
 
 
-def _set_damaged_logs_aside(folder: Path) -> list[str]:
+def set_damaged_logs_aside(folder: Path) -> list[str]:
     """Take damaged lines out of the run's logs, and return warnings."""
     checks = {"metrics.jsonl": metric_problem, SAMPLES: sample_problem}
     return [note for name, check in checks.items() if (note := set_damaged_lines_aside(folder / name, check))]
 
 
-def _missing_records(folder: Path, step: int) -> str:
+def missing_records(folder: Path, step: int) -> str:
     """Return a note if ``metrics.jsonl`` lacks steps that the resumed checkpoint has. Empty if it lacks none."""
     recorded = {record["step"] for record in read_metrics(folder / "metrics.jsonl")}
     missing = sorted(set(range(1, step + 1)) - recorded)

@@ -112,7 +112,7 @@ def read_model(config: Config, world_size: int, problems: ErrorCollector) -> Par
         chosen = (config.parallel, config.batch, world_size, shape, config.model.transformer)
         layout = errors.attempt(resolve_layout, *chosen)
     if hf_config is not None and shape is not None:
-        errors.attempt(_check_model, config, hf_config, shape)
+        errors.attempt(check_model, config, hf_config, shape)
     # Without a config.json there is no model, which is one problem and not two.
     has_model = (Path(config.model.path) / "config.json").is_file()
     tokenizer = errors.attempt(load_tokenizer, config.model.path) if has_model else None
@@ -162,7 +162,7 @@ def share_inputs(model: ModelInputs, inputs: Inputs | None, group: ProcessGroup)
     return Inputs(**vars(model), train_prompts=train, eval_prompts=held_out, data_summary=summary)
 
 
-def _check_model(config: Config, hf_config: HfConfig, shape: ModelShape) -> None:
+def check_model(config: Config, hf_config: HfConfig, shape: ModelShape) -> None:
     """Check that the model supports the configuration."""
     problems, path = ErrorCollector(), config.model.path
     if config.model.provider == "megatron-bridge":
@@ -185,7 +185,7 @@ def _check_model(config: Config, hf_config: HfConfig, shape: ModelShape) -> None
                 )
             )
     if config.rollout.engine != "local":
-        problems.attempt(_check_served_keys, path, hf_config)
+        problems.attempt(check_served_keys, path, hf_config)
     if config.loss.is_topk and config.loss.topk > shape.vocab_size:
         problems.add(
             ConfigError(
@@ -217,7 +217,7 @@ def _check_model(config: Config, hf_config: HfConfig, shape: ModelShape) -> None
     problems.raise_if_any()
 
 
-def _check_served_keys(path: str, hf_config: HfConfig) -> None:
+def check_served_keys(path: str, hf_config: HfConfig) -> None:
     """Check that servers compute the model as its config.json says."""
     values = hf_config.to_dict()
     for key, value in get_family(hf_config).served_keys(values).items():

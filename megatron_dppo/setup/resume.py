@@ -92,7 +92,7 @@ def layout_identity(model: ModelConfig, parallel: ParallelConfig, inputs: ModelI
     }
 
 
-def _differences(old: object, new: object) -> tuple[object, object]:
+def differing_fields(old: object, new: object) -> tuple[object, object]:
     """Return two values of an identity; of tables only the fields that differ."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return old, new
@@ -132,7 +132,7 @@ def find_resume_point(
     # Settings: those that change the results need checkpoint.accept_changes, except in a fork.
     saved_models = state.get("served", {})
     changes = broadcast_object(
-        lambda: _find_changes(state, chosen, config, contents) + find_served_changes(saved_models, served or {}),
+        lambda: find_changes_since(state, chosen, config, contents) + find_served_changes(saved_models, served or {}),
         _world(),
     )
     check_changes(changes, chosen, accepted=is_fork or config.checkpoint.accept_changes)
@@ -169,7 +169,7 @@ def _has_same_stream(
     differing = [key for key, value in identity.items() if state["identity"][key] != value]
     if refused := [key for key in differing if key == "model" or not is_fork]:
         key = refused[0]
-        old, new = _differences(state["identity"][key], identity[key])
+        old, new = differing_fields(state["identity"][key], identity[key])
         there = "" if key != "prompts" else f" (data.train = {state['config']['data']['train']!r})"
         here = "" if key != "prompts" else f" (data.train = {sources!r})"
         raise CheckpointError(
@@ -200,7 +200,7 @@ def _has_same_layout(
     return all(saved[key] == current[key] for key in ("layout", "world_size"))
 
 
-def _find_changes(state: Mapping[str, Any], checkpoint: Path, config: Config, contents: Contents) -> list[Change]:
+def find_changes_since(state: Mapping[str, Any], checkpoint: Path, config: Config, contents: Contents) -> list[Change]:
     """Return the configuration keys and files that differ from the run that wrote a checkpoint."""
     folder = state.get("cwd")
     if folder is None:  # written by an older version

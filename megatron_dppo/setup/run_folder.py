@@ -181,12 +181,12 @@ def _prepare(folder: Path, run: RunConfig, checkpoint: CheckpointConfig) -> list
     if marker is None:
         write_marker(folder, new_marker())
     elif marker.moving_to:
-        notes.append(_move_aside(folder, marker))  # finishes the move of a start that was killed
+        notes.append(move_aside(folder, marker))  # finishes the move of a start that was killed
     elif run.overwrite and any(os.path.lexists(folder / name) for name in RUN_FILES):
         if reason := _reason_to_resume(folder, marker):
             notes.append(f"resume   run.overwrite = true is ignored: {reason}")
         else:
-            notes.append(_move_aside(folder, marker))
+            notes.append(move_aside(folder, marker))
     if checkpoint.resume == "never" and checkpoints(checkpoints_folder(folder)):
         raise ConfigError(
             f"{folder} already holds a run and checkpoint.resume = 'never'; choose another run.output_dir, or set "
@@ -233,14 +233,15 @@ def _reason_to_resume(folder: Path, marker: Marker) -> str:
     A requeued job has the same command as its first attempt, ``run.overwrite`` included. It must resume its run.
     """
     job = submission()
-    if job and job == marker.submission and (_was_restarted() or not _is_finished(folder)):
+    if job and job == marker.submission and (_was_restarted() or not is_finished(folder)):
         return f"this job ({job}) began the run in this folder"
     if not job and _was_restarted():
         return "this is a restart of the same job"
     return ""
 
 
-def _is_finished(folder: Path) -> bool:
+def is_finished(folder: Path) -> bool:
+    """Return True if the run of a folder has trained its last step."""
     saved = checkpoints(checkpoints_folder(folder))
     try:
         if not saved:
@@ -254,7 +255,7 @@ def _is_finished(folder: Path) -> bool:
         return False
 
 
-def _move_aside(folder: Path, marker: Marker) -> str:
+def move_aside(folder: Path, marker: Marker) -> str:
     """Move the existing run to ``old/TIME``, or finish a move that was interrupted."""
     if not marker.moving_to:
         name = time.strftime("%Y%m%d-%H%M%S")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from megatron_dppo.errors import ServerError
 from megatron_dppo_engines.server import InferenceServer, ServerInfo
 
-_RETRY_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 """Pause between two calls to a server that does not respond."""
 
 
@@ -113,7 +113,7 @@ async def wait_for_any(servers: Sequence[InferenceServer], patience: float) -> N
 
     async def wait_for(server: InferenceServer) -> None:
         while not isinstance(await catch_server_error(server.info()), ServerInfo):
-            await asyncio.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(RETRY_SECONDS)
 
     tasks = [asyncio.create_task(wait_for(server)) for server in servers]
     await asyncio.wait(tasks, timeout=patience, return_when=asyncio.FIRST_COMPLETED)

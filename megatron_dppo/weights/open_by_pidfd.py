@@ -11,21 +11,21 @@ _SECONDS = 30.0
 _SYSCALL = 438
 """Number of pidfd_getfd, the same on x86-64 and AArch64."""
 # A child is no ancestor of this process, so the kernel treats it like an unrelated process of the same user.
-_PROGRAM = f"""
+PROGRAM = f"""
 import ctypes, os, sys
 libc = ctypes.CDLL(None, use_errno=True)
 pidfd = os.pidfd_open(int(sys.argv[1]))
 if libc.syscall({_SYSCALL}, pidfd, int(sys.argv[2]), 0) < 0:
     sys.exit(os.strerror(ctypes.get_errno()))
 """
-_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 def pidfd_problem() -> str | None:
     """Return why other processes of this user cannot open descriptors of this one. None if they can."""
     read_end, write_end = os.pipe()
     try:
-        command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), str(read_end)]
+        command = [sys.executable, "-I", "-S", "-c", PROGRAM, str(os.getpid()), str(read_end)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         return f"the probe failed: {error}"
@@ -40,7 +40,7 @@ def pidfd_problem() -> str | None:
 
 def _yama_hint() -> str:
     try:
-        scope = _YAMA.read_text(encoding="ascii").strip()
+        scope = PTRACE_SCOPE.read_text(encoding="ascii").strip()
     except OSError:
         return ""
     return "" if scope == "0" else f", with kernel.yama.ptrace_scope = {scope}"

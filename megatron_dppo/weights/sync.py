@@ -30,9 +30,9 @@ from megatron_dppo.weights.transfer_group import GroupTransport, TorchTransport
 from megatron_dppo_engines.server import InferenceServer, ServerInfo
 
 T = TypeVar("T")
-_INFO_SECONDS = 10.0
+INFO_SECONDS = 10.0
 """Time until a server that does not respond counts as absent."""
-_ABSENT_INFO_SECONDS = 2.0
+ABSENT_INFO_SECONDS = 2.0
 """The same for a server that was absent in the last attempt."""
 _RETAINED_FOLDERS = 2
 """Versions on disk: a server may still read the previous one."""
@@ -138,7 +138,7 @@ class WeightSync:
         attempt = Attempt(self._versions[-1], {})
         servers = [server for server in self._servers if server.url in urls]
         try:
-            await attempt.call_each(servers, lambda server: _info(server, _INFO_SECONDS), absent=True)
+            await attempt.call_each(servers, lambda server: request_info(server, INFO_SECONDS), absent=True)
             proof = await self._proofs.begin(attempt.remaining(servers), attempt, is_full=True, sends=False)
             for _ in proof.stream.watch(cast_for_sending(weights, self._dtype, tied=self._tied)):
                 pass
@@ -213,8 +213,8 @@ class WeightSync:
             }
             absent = []
         await asyncio.gather(
-            attempt.call_each(present, lambda server: _info(server, _INFO_SECONDS), absent=True),
-            attempt.call_each(absent, lambda server: _info(server, _ABSENT_INFO_SECONDS), absent=True),
+            attempt.call_each(present, lambda server: request_info(server, INFO_SECONDS), absent=True),
+            attempt.call_each(absent, lambda server: request_info(server, ABSENT_INFO_SECONDS), absent=True),
         )
         if self._config.method == "distributed":
             # One failing member breaks the broadcast for all. Servers that did so wait until the others are synced.
@@ -248,7 +248,8 @@ class WeightSync:
             shutil.rmtree(old)
 
 
-async def _info(server: InferenceServer, seconds: float) -> ServerInfo:
+async def request_info(server: InferenceServer, seconds: float) -> ServerInfo:
+    """Return what a server says of itself within a time limit."""
     try:
         async with asyncio.timeout(seconds):
             return await server.info()

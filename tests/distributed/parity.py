@@ -333,8 +333,8 @@ def use_small_chunks(size: int = 4) -> None:
     from megatron_dppo.mcore import delta_rule
     from megatron_dppo_megatron_cpu import attention as length_buckets
 
-    delta_rule._CHUNK_SIZE = size
-    length_buckets._FREE_SLOTS = 0
+    delta_rule.CHUNK_SIZE = size
+    length_buckets.FREE_SLOTS = 0
 
 
 def run(rank: int, world_size: int, cases: list[Case], report: str | None = None) -> None:

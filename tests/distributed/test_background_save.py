@@ -70,7 +70,7 @@ def save_and_go_on(rank: int, world_size: int, path: str) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     saving = trainer.save(folder, 4, {}, keep=1, background_group=group)
-    with pytest.raises(DiskError, match="the checkpoint of step 4 cannot be written"):
+    with pytest.raises(DiskError, match="checkpoint of step 4"):
         saving.wait()
     assert saving.is_done
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -245,7 +245,7 @@ def check_no_good_one(trainer: Any, folder: Path) -> None:
     from megatron_dppo.setup.resume import find_usable_checkpoint
 
     put(folder / "step_000007/metadata.json", b"")
-    with pytest.raises(CheckpointError, match=r"can be resumed:\n  step_000007: metadata.json has 0 bytes"):
+    with pytest.raises(CheckpointError, match=r"\n  step_000007: metadata.json has 0 bytes"):
         find_usable_checkpoint(folder)
     if dist.get_rank() == 0:
         shutil.rmtree(folder / "step_000007")
@@ -264,7 +264,7 @@ def check_weights_alone(trainer: Any, folder: Path) -> None:
     )
     whole = (folder / "metadata.json").read_bytes()
     put(folder / "metadata.json", whole[:-1])
-    with pytest.raises(CheckpointError, match=r"alone is damaged: metadata\.json has"):
+    with pytest.raises(CheckpointError, match=r"damaged: metadata\.json"):
         load_model(folder, trainer.models, groups=trainer.groups)
     put(folder / "metadata.json", whole)
     put(folder / "manifest.json", None)
@@ -308,7 +308,7 @@ def cannot_save(rank: int, world_size: int, folder: str) -> None:
     if rank == 1:
         part = trainer.optimizer.megatron.chained_optimizers[0]
         part.sharded_state_dict = None
-    with pytest.raises(CheckpointError, match=r"cannot be saved: TypeError: .* \(on rank 1\)"):
+    with pytest.raises(CheckpointError, match=r"saved: TypeError: .* \(on rank 1\)"):
         trainer.check_can_save()
     assert not list(Path(folder).iterdir())
 

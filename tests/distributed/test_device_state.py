@@ -114,7 +114,7 @@ def with_and_without(rank: int, world_size: int, path: str) -> None:
 
     from megatron_dppo.mcore import host_memory as device_state
 
-    device_state._PIECE = 10_000  # several pieces for most storages
+    device_state.BUFFER_BYTES = 10_000  # several pieces for most storages
     for i, (dtype, parallel, optimizer) in enumerate(CASES):
         results = []
         for folder in (None, Path(path) / str(i)):

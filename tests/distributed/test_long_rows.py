@@ -49,7 +49,7 @@ def train_on_a_row(rank: int, world_size: int, families: list[str], tokens: int,
     from megatron_dppo.parallel.platform import Platform
     from megatron_dppo_megatron_cpu import attention
 
-    attention._MASK_SIZE = mask_size
+    attention.MASK_SIZE = mask_size
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
     generator = torch.Generator().manual_seed(0)

@@ -109,7 +109,7 @@ def refusals(rank: int, world_size: int) -> None:
     expert = "model.layers.2.mlp.experts.7.down_proj.weight"
     with pytest.raises(CheckpointError, match=r"leaves 1 parameters random.*layers.2.mlp.experts.linear_fc2"):
         load({name: weight for name, weight in weights.items() if name != expert})
-    with pytest.raises(CheckpointError, match=r"1 weights are not exported.*model.layers.0.extra.weight"):
+    with pytest.raises(CheckpointError, match=r"not exported.*model.layers.0.extra.weight"):
         load(weights | {"model.layers.0.extra.weight": torch.zeros(3)})
     with pytest.raises(CheckpointError, match="cannot load"):
         load(weights | {gate: weights[gate][:, :-1]})
@@ -119,7 +119,7 @@ def refusals(rank: int, world_size: int) -> None:
     type(bridge).export_hf_weights = lambda self, *a, **k: (
         (name, tensor + (name == gate)) for name, tensor in export(self, *a, **k)
     )
-    with pytest.raises(CheckpointError, match=rf"1 weights are exported with other values.*{gate}"):
+    with pytest.raises(CheckpointError, match=f"other values.*{gate}"):
         load(weights)
     type(bridge).export_hf_weights = export
     load(weights)

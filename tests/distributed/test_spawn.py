@@ -27,6 +27,6 @@ def test_a_failing_process_reports_its_traceback() -> None:
 
 def test_processes_that_hang_are_ended_at_the_timeout() -> None:
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match="sleep_for_a_minute on 1 processes ran past 3 s"):
+    with pytest.raises(TimeoutError, match="sleep_for_a_minute on 1 processes"):
         run_distributed(sleep_for_a_minute, 1, timeout=3)
     assert time.monotonic() - start < 20

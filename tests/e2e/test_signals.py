@@ -148,4 +148,4 @@ def test_ranks_save_when_torchrun_is_killed_and_a_stopped_rank_is_named(tmp_path
         rf"\[rank 1\] error: .* rank 0 \(process {victim.pid} on \S+\) has been in step \d+, phase", run.output
     )
     assert f"kill -CONT {victim.pid}" in run.output and re.search(r"exitcode\s*: 4", run.output), run.output
-    assert "_train" in (folder / "hang/rank_00001.txt").read_text()
+    assert "train_steps" in (folder / "hang/rank_00001.txt").read_text()

@@ -117,7 +117,7 @@ def test_experts_that_vllm_leaves_as_they_were_are_found(tmp_path: Path) -> None
     old, new = (FamilyModel("gpt_oss", tmp_path / str(seed), seed) for seed in (0, 1))
     with SharedEngine(lambda: start("vllm", old, "gpt_oss", tmp_path / "log")) as shared:
         assert error(shared.engine(), old) < 1e-2
-        with pytest.raises(AssertionError, match=r"mlp\.experts\.\*.*not what was sent"):
+        with pytest.raises(AssertionError, match=r"mlp\.experts\.\*"):
             synced(shared.engine(), "disk", new, old, 0, torch.float32, tmp_path / "weights")
 
 

@@ -47,12 +47,12 @@ def test_a_right_server_passes(sglang: Engine, old_model: Reference) -> None:
 
 
 def test_other_weights_are_reported(sglang: Engine, new_model: Reference) -> None:
-    with pytest.raises(ProbeError, match=r"wrong weights: .*compare it with model\.path"):
+    with pytest.raises(ProbeError, match=r"wrong weights: .*model\.path"):
         run(sglang, expectation(), new_model)
 
 
 def test_another_version_is_reported(sglang: Engine, old_model: Reference) -> None:
-    with pytest.raises(ProbeError, match=r"come from version \[0\], expected 3"):
+    with pytest.raises(ProbeError, match=r"from version \[0\], expected 3"):
         run(sglang, expectation(policy_version=3), old_model)
 
 
@@ -63,7 +63,7 @@ def test_another_tokenizer_is_reported(sglang: Engine, old_model: Reference) -> 
 
 
 def test_a_larger_vocabulary_is_reported(sglang: Engine, old_model: Reference) -> None:
-    with pytest.raises(ProbeError, match=r"token \d+, and the trainer's vocabulary has 259 tokens"):
+    with pytest.raises(ProbeError, match="trainer's vocabulary has 259"):
         run(sglang, expectation(vocab_size=259), old_model)
 
 
@@ -82,7 +82,7 @@ def test_a_server_without_routed_experts_is_reported_with_its_flag(wrong: Engine
 
 
 def test_a_model_with_other_layers_is_reported(sglang: Engine, old_model: Reference) -> None:
-    with pytest.raises(ServerError, match=r"expected \d+ positions x 3 layers x 2 experts .*another model"):
+    with pytest.raises(ServerError, match="x 3 layers x 2"):
         run(sglang, expectation(routing=replace(ROUTING, num_layers=3)), old_model)
 
 

@@ -82,7 +82,7 @@ def test_a_missing_folder_is_an_error_and_the_old_weights_stay(
     sglang: Engine, old_model: Reference, tmp_path: Path
 ) -> None:
     async def use(server: InferenceServer) -> None:
-        with pytest.raises(ServerError, match=r"cannot load .*nowhere.*version '0', are still served"):
+        with pytest.raises(ServerError, match=r"nowhere.*version '0'"):
             await server.update_from_disk(str(tmp_path / "nowhere"), 1)
         answer = await server.generate(ask(SHORT, 20))
         assert answer.versions[0].policy_version == 0
@@ -185,7 +185,7 @@ def test_an_incomplete_folder_is_rejected_before_the_server_is_called(
         (tmp_path / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
 
     async def use(server: InferenceServer) -> None:
-        with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable safetensors file"):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors .*readable"):
             await server.update_from_disk(str(tmp_path), 1)
         answer = await server.generate(ask(SHORT, 20))
         assert answer.versions[0].policy_version == 0 and off(old_model, answer, SHORT) < 1e-5

@@ -61,9 +61,9 @@ def test_other_weights_another_version_and_another_tokenizer_are_reported(
     vllm: Engine, old_model: Reference, new_model: Reference
 ) -> None:
     call(vllm, lambda server: server.update_from_disk(str(old_model.folder), 0))
-    with pytest.raises(ProbeError, match=r"wrong weights: its log-probabilities differ"):
+    with pytest.raises(ProbeError, match="wrong weights"):
         run(vllm, expectation(), new_model)
-    with pytest.raises(ProbeError, match=r"come from version \[0\], expected 3"):
+    with pytest.raises(ProbeError, match=r"from version \[0\], expected 3"):
         run(vllm, expectation(policy_version=3), old_model)
     other = tuple(byte_tokenizer([*SPECIAL, "<extra>"]).encode(TEXT))
     with pytest.raises(ProbeError, match=r"wrong tokenizer: .*--tokenizer"):

@@ -20,7 +20,7 @@ TIMES = 3.0
 
 def check(device: torch.device) -> Iterator[Result]:
     """Output and gradients of each kernel, at the sizes of a published model."""
-    from megatron_dppo.mcore.delta_rule import FLA, TORCH_KERNELS, _miscompiled_by, fla_kernels, has_fla
+    from megatron_dppo.mcore.delta_rule import FLA, TORCH_KERNELS, find_miscompiling_triton, fla_kernels, has_fla
     from megatron_dppo.mcore.delta_versions import FIX
 
     on_cuda = device.type == "cuda"
@@ -31,7 +31,7 @@ def check(device: torch.device) -> Iterator[Result]:
         kernels, sizes, lengths = fla_kernels(), HEADS, LENGTHS
     row = packed_row(lengths, device)
     names = dict(NAMES)
-    if kernels is not TORCH_KERNELS and (miscompiled := _miscompiled_by()):
+    if kernels is not TORCH_KERNELS and (miscompiled := find_miscompiling_triton()):
         del names["mix"]
         yield not_run("mix: the gated delta rule", f"another Triton than {miscompiled} ({FIX})")
     for name, argument_names in names.items():

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_dppo.commands.registry import installed_commands, load_command
-from megatron_dppo.config.io import _ALIASES
+from megatron_dppo.config.io import FLAG_ALIASES
 from megatron_dppo.config.loss import LossConfig
 from megatron_dppo.config.loss_registry import loss_names
 from megatron_dppo.config.schema import Config
@@ -186,7 +186,7 @@ def test_every_advised_flag_is_one_of_the_command_that_prints_it() -> None:
     for where, _, text in texts():
         for flag in re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*(?:\.[a-zA-Z_]+)*", re.sub(r"\{[^{}]*\}", "{}", text)):
             options = frozenset().union(*map(command_options, commands_of(where)))
-            is_override = flag[2:] in fields() or flag[2:].replace("-", "_") in _ALIASES
+            is_override = flag[2:] in fields() or flag[2:].replace("-", "_") in FLAG_ALIASES
             if flag not in options and flag not in OF_OTHERS and not is_override:
                 wrong.append(f"{where}: {flag}")
     assert wrong == []

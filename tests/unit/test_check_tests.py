@@ -40,15 +40,44 @@ BAD_PATCHES = {
     "a standard library's": "json.load_all = None",
 }
 GOOD_PATCHES = {
-    "a method": "Pool._quick = None",
+    "a method": "Pool.close = None",
     "a module's name": "pool.wait = None",
     "an instance": "def test():\n    one = types.SimpleNamespace()\n    one.quick = None",
     "a parameter of the same name": "def test(Pool):\n    Pool.quick = None",
     "a class of the test": "class Own: pass\nOwn.quick = None",
-    "by name": "def test(monkeypatch):\n    monkeypatch.setattr('megatron_dppo.rewards.pool.FunctionPool._quick', 1)",
+    "by name": "def test(monkeypatch):\n    monkeypatch.setattr('megatron_dppo.rewards.pool.FunctionPool.close', 1)",
     "a package that is not here": "import no_such_package\nno_such_package.x = 1",
     "on purpose": "Pool.quick = None  # creates: a name for the test",
     "an annotation": "from megatron_dppo.types import Metric\nMetric.numerator = 1",
+}
+PRIVATE_NAMES = {
+    "imported": "from megatron_dppo.rewards.pool import _READY_SECONDS",
+    "a private module": "import megatron_dppo._gone",
+    "of a module": "seconds = pool._READY_SECONDS",
+    "of a class": "quick = Pool._quick",
+    "of another name": "def test():\n    cls = Pool\n    cls._quick(None)",
+    "in a string": "def test(monkeypatch):\n    monkeypatch.setattr('megatron_dppo.rewards.pool._READY_SECONDS', 1)",
+    "patched": "def test(monkeypatch):\n    monkeypatch.setattr(Pool, '_quick', 1)",
+    "patched in a loop": "def test():\n    for name in ('close', '_quick'):\n        setattr(Pool, name, 1)",
+}
+PROSE = {
+    "words alone": "the image does not exist",
+    "words beside a key": "loss.topk = 7 has no effect on this loss",
+    "one alternative": "no file|the image does not exist",
+}
+SHORT_MATCHES = {
+    "a key and a value": r"loss\\.topk = 7 .*'grpo'",
+    "a file and a flag": r"a\\.jsonl:3: .* --allow-changed reward\\.options\\.url",
+    "three words": "has no effect",
+    "two alternatives": "no such file|no such folder",
+    "a quoted text": "'the image does not exist'",
+}
+PUBLIC_NAMES = {
+    "with a reason": "quick = Pool._quick  # reaches: the workers take seconds",
+    "a special name": "name = Pool.__name__, pool.__file__",
+    "another package's": "import torch\ntorch._C._get_tracing_state()",
+    "of an instance": "def test(made):\n    made._quick = None",
+    "a named tuple's": "from megatron_dppo.types import Metric\nMetric._replace",
 }
 BAD_COMPARISONS = {
     "equal": "assert x == x",
@@ -71,15 +100,32 @@ def test_what_tests_nothing_is_found(text: str) -> None:
     assert len(list(check_tests.findings(IMPORTS + text))) >= 1
 
 
-@pytest.mark.parametrize("text", [*GOOD_PATCHES.values(), *GOOD_COMPARISONS.values()])
+@pytest.mark.parametrize("quote", ["r", "rf"])
+@pytest.mark.parametrize("pattern", [*PROSE.values(), *SHORT_MATCHES.values()])
+def test_a_match_keeps_keys_and_at_most_three_words(pattern: str, quote: str) -> None:
+    source = f'with pytest.raises(ValueError, match={quote}"{pattern}"):\n    pass'
+    assert len(list(check_tests.findings(IMPORTS + source))) == (pattern in PROSE.values())
+
+
+@pytest.mark.parametrize("text", PRIVATE_NAMES.values(), ids=PRIVATE_NAMES)
+def test_a_private_name_of_the_package_is_found(text: str) -> None:
+    markers = [finding.marker for finding in check_tests.findings(IMPORTS + text)]
+    assert check_tests.REACHES in markers
+
+
+@pytest.mark.parametrize("text", [*GOOD_PATCHES.values(), *GOOD_COMPARISONS.values(), *PUBLIC_NAMES.values()])
 def test_what_is_right_passes(text: str) -> None:
     assert list(check_tests.findings(IMPORTS + text)) == []
 
 
 def test_the_patch_of_the_kill_drill_as_it_was_is_found() -> None:
     text = "from megatron_dppo.rewards.scorer import RewardScorer\n\nRewardScorer._quick = lambda self, item: None\n"
-    (finding,) = check_tests.findings(text)
-    assert finding == (3, "megatron_dppo.rewards.scorer.RewardScorer._quick does not exist before: nothing reads it")
+    finding, private = check_tests.findings(text)
+    assert private.marker == check_tests.REACHES
+    assert finding[:2] == (
+        3,
+        "megatron_dppo.rewards.scorer.RewardScorer._quick does not exist before: nothing reads it",
+    )
 
 
 def test_a_parametrization_without_a_case_is_an_error(pytester: pytest.Pytester) -> None:

@@ -22,7 +22,7 @@ import source_folders
 from megatron_dppo.commands.main import main
 from megatron_dppo.commands.registry import installed_commands, load_command
 from megatron_dppo.config.describe import keys, sections
-from megatron_dppo.config.io import _locate
+from megatron_dppo.config.io import locate_flag
 from megatron_dppo.config.schema import Config
 from megatron_dppo_lab.grid import merged
 from tests.unit.recorded_run import write_run
@@ -363,7 +363,7 @@ def is_flag(flag: str, code: str, scripts: frozenset[str]) -> bool:
 
 
 def is_override(flag: str) -> bool:
-    section, key, _ = _locate(flag.removeprefix("--"))
+    section, key, _ = locate_flag(flag.removeprefix("--"))
     if section == "model.transformer":
         return key in TransformerConfig.__dataclass_fields__
     return known_key(f"{section}.{key}") or section in ("rollout.sglang", "rollout.vllm")

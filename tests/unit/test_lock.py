@@ -144,5 +144,5 @@ def test_a_registry_that_does_not_answer_is_not_a_package_without_releases(monke
     monkeypatch.setattr(newest_versions.subprocess, "run", run)
     assert newest_versions.newest("skyrl", "3.11") == "0.3.0"
     assert newest_versions.newest("old", "3.11") == "none"
-    with pytest.raises(SystemExit, match="pip cannot ask for x"):
+    with pytest.raises(SystemExit, match="pip cannot ask"):
         newest_versions.newest("x", "3.11")

@@ -44,5 +44,5 @@ def test_a_picture_has_its_points_where_the_axis_says() -> None:
     runs = [[{"step": 0, "m": 0.0}, {"step": 2, "m": 10.0}], [{"step": 4, "m": 5.0}, {"step": 5}], [{"step": 1}]]
     text = DRAW["picture"](runs, "m")
     assert 'd="M48.0 88.0L150.0 8.0"' in text and 'd="M252.0 48.0"' in text and ">10</text>" in text
-    with pytest.raises(ValueError, match="Expected a metric of the runs, got 'n'"):
+    with pytest.raises(ValueError, match="got 'n'"):
         DRAW["picture"](runs, "n")

@@ -16,7 +16,7 @@ from megatron_dppo.engines.local.sampler import RouteRecorder, Sampler, Sampling
 from megatron_dppo.types import SamplingMask
 from megatron_dppo.types.token_columns import LOGPROBS, TOPK_IDS, TOPK_LOGPROBS
 
-_COMPACTION_SHARE = 0.9
+COMPACTION_SHARE = 0.9
 """Share of unfinished rows below which finished rows leave the batch: leaving copies the complete cache."""
 
 COLUMNS_ON_REQUEST: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {}
@@ -230,7 +230,7 @@ def decode(
         is_active, num_active = criteria.update(step, rows, sampled, is_active)
         if not num_active:
             return record.result(step + 1)
-        if num_active < _COMPACTION_SHARE * len(rows):
+        if num_active < COMPACTION_SHARE * len(rows):
             _select_rows(cache, is_active.nonzero().squeeze(1))
             rows, sampled, mask, positions, is_active = (
                 x[is_active] for x in (rows, sampled, mask, positions, is_active)

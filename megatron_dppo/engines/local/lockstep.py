@@ -14,7 +14,7 @@ from megatron_dppo_engines.server import GenerateRequest, Generation
 
 DecodeFunction = Callable[[Sequence[GenerateRequest]], Sequence[Generation]]
 """Function that returns the generations of all requests, in order."""
-_PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 60.0
 """Time without any progress after which the pending turns are decoded without the missing ones. These may be waiting
 for a pending one: for example a function may hold one of few tool slots during all its turns."""
 
@@ -137,7 +137,7 @@ class LockstepRunner:
                 return bool(unfinished)
             self._changed.clear()
             try:
-                async with asyncio.timeout(_PATIENCE_SECONDS):
+                async with asyncio.timeout(PATIENCE_SECONDS):
                     await self._changed.wait()
             except TimeoutError:
                 if self._pending:

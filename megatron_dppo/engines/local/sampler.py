@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 LINEAR_ATTENTION = "linear_attn"
 """Name of linear attention in the decoder layers of transformers that have it."""
-_LARGEST_RACE = 1 << 22
+LARGEST_RACE = 1 << 22
 """Largest number of probabilities of a step that race. Beyond it, random numbers would take most of the time."""
-_INVERSION_BLOCK = 1 << 20
+INVERSION_BLOCK = 1 << 20
 """Probabilities whose sums are in memory at a time. They stay in the cache of a core."""
 
 
@@ -94,7 +94,7 @@ class Sampler:
             scores = scores / self._hidden_temperature
         if self._hidden_filter is not None:
             scores = self._hidden_filter(None, scores)
-        is_large = self._batch * scores.shape[1] > _LARGEST_RACE
+        is_large = self._batch * scores.shape[1] > LARGEST_RACE
         return (self._invert if is_large else self._race)(scores, rows), logprobs
 
     def _race(self, scores: Tensor, rows: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Sampler:
     def _invert(self, scores: Tensor, rows: Tensor) -> Tensor:
         """Sample by inversion of the cumulative distribution: one random number for each row."""
         uniform = torch.rand(self._batch, 1, dtype=torch.float64, device=scores.device, generator=self._generator)
-        size = max(1, _INVERSION_BLOCK // scores.shape[1])
+        size = max(1, INVERSION_BLOCK // scores.shape[1])
         tokens = []
         for block, draws in zip(scores.split(size), uniform[self._first_row + rows].split(size), strict=True):
             # In fp64: sums in fp32 would be too coarse for improbable tokens.

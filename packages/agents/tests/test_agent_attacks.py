@@ -27,7 +27,7 @@ from megatron_dppo.types import Completion, Prompt, SamplingParams
 from megatron_dppo_agents import endpoint, limited_server
 from megatron_dppo_agents.agent_request import CallError
 from megatron_dppo_agents.connections import ConnectionLimit, reserve_descriptors
-from megatron_dppo_agents.endpoint import _parse_body
+from megatron_dppo_agents.endpoint import parse_body
 from megatron_dppo_agents.runner import AgentTask
 from tests.unit.scripted import TASK, World
 
@@ -444,7 +444,7 @@ def test_a_bomb_is_inflated_no_further_than_the_limit(name: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(CallError, match=r"agent\.max_body_bytes") as rejection:
-            _parse_body(content, name, MAX_BODY)
+            parse_body(content, name, MAX_BODY)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -456,8 +456,8 @@ def test_a_bomb_is_inflated_no_further_than_the_limit(name: str) -> None:
 def test_an_honest_episode_does_not_notice_attacks(
     world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(endpoint, "_TRANSFER_SECONDS", SECONDS)
-    for name in ("_IDLE_SECONDS", "_LINGER_SECONDS"):
+    monkeypatch.setattr(endpoint, "TRANSFER_SECONDS", SECONDS)
+    for name in ("IDLE_SECONDS", "LINGER_SECONDS"):
         monkeypatch.setattr(limited_server, name, SECONDS)
     assert reserve_descriptors() >= MAX_CONNECTIONS
     monkeypatch.setattr(limited_server, "reserve_descriptors", lambda: MAX_CONNECTIONS)

@@ -99,7 +99,7 @@ def test_apptainer_gets_variables_by_their_prefix(world: World, log: Path, tmp_p
     options = arguments[1 : arguments.index(str(image))]
     assert options == ["--containall", "--no-privs", "--writable-tmpfs"]
     assert {"OPENAI_API_KEY", "WANTED"}.isdisjoint(variables) and variables["APPTAINERENV_WANTED"] == "w"
-    with pytest.raises(GenerateError, match=r"no.sif' does not exist here.*apptainer build"):
+    with pytest.raises(GenerateError, match=r"no.sif"):
         check_images(AgentConfig(command=["a"], isolation="apptainer", container=_container("no.sif")), ["no.sif"])
 
 
@@ -113,13 +113,13 @@ def test_each_row_names_its_image(world: World, log: Path) -> None:
     config = AgentConfig(command=["a"], isolation="docker", container=_container(image_column="i"))
     assert [choose_image(config, each) for each in ({}, {"i": "x"})] == ["a", "x"]
     for bad in ("--privileged", "", 3):
-        with pytest.raises(GenerateError, match=r"expected the name of an image"):
+        with pytest.raises(GenerateError, match="an image"):
             choose_image(config, {"i": bad})
 
 
 def test_missing_images_are_named_before_the_run_and_never_pulled(log: Path) -> None:
     config = AgentConfig(command=["a"], isolation="podman", container=_container("gone"))
-    with pytest.raises(GenerateError, match=r"the image 'gone' does not exist here, and a run pulls none.*podman pull"):
+    with pytest.raises(GenerateError, match=r"'gone'.*podman pull"):
         AgentFunction(config, {})
     images = [f"image:{number}" for number in range(120)]
     check_images(config, images)

@@ -20,6 +20,7 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.run.step import make_samples
 from megatron_dppo.types import Completion
+from megatron_dppo_agents import environment
 from megatron_dppo_agents.environment import EnvironmentAgent
 from megatron_dppo_agents.episode_rewards import AgentRun
 from megatron_dppo_agents.runner import AgentExit, AgentTask
@@ -256,20 +257,23 @@ def test_the_start_of_an_environment_is_no_time_of_an_episode(world: World, monk
     """The package may take a minute to import on a busy machine; each episode has a second here."""
     starts: list[float] = []
 
-    class Process:
+    class SlowProcess:
+        has_ended = False
+
+        def __init__(self, _: object) -> None:
+            starts.append(1.0)
+            time.sleep(1.5)
+
         def ask(self, number: int, fields: Any) -> Future[dict[str, Any]]:
             reply: Future[dict[str, Any]] = Future()
             run = {"session": "", "agent": "agent", "is_trained": True, "reward": 1.0}
             reply.set_result({"id": number, "runs": [run], "rewards": {}, "metrics": {}, "failure": ""})
             return reply
 
-    def started(self: EnvironmentAgent) -> Process:
-        if not starts:
-            starts.append(1.0)
-            time.sleep(1.5)
-        return Process()
+        def close(self) -> None:
+            pass
 
-    monkeypatch.setattr(EnvironmentAgent, "_started", started)
+    monkeypatch.setattr(environment, "EnvironmentProcess", SlowProcess)
     engine = world.engine("verifiers:x", environment_python=sys.executable, timeout_seconds=1.0)
     task = replace(TASK, metadata={"task": "k"})
     (result,) = engine.generate([task], params())

@@ -36,7 +36,7 @@ from megatron_dppo_agents import generate, runner
 from megatron_dppo_agents.agent_request import CallError
 from megatron_dppo_agents.completions_api import read_chat, read_completion
 from megatron_dppo_agents.generate import MAX_FAILURES, AgentFunction
-from megatron_dppo_agents.runner import _ENVIRONMENT, AgentTask, run_with_time_limit
+from megatron_dppo_agents.runner import INHERITED_VARIABLES, AgentTask, run_with_time_limit
 from megatron_dppo_agents.template import ChatTemplate
 from megatron_dppo_conversations.formats import FORMATS
 from tests.engines.tiny import byte_tokenizer
@@ -502,9 +502,7 @@ def test_an_agent_that_always_fails_stops_the_run(world: World) -> None:
 
     engine, how = world.engine(agent), SamplingParams(max_new_tokens=100)
     assert all(c.failure for c in engine.generate([TASK] * (MAX_FAILURES - 1), how))
-    with pytest.raises(
-        GenerateError, match="64 episodes of the agent failed one after the other; the last: ValueError"
-    ):
+    with pytest.raises(GenerateError, match=r"64 episodes .*the last: ValueError"):
         engine.generate([TASK], how)
 
 
@@ -542,7 +540,7 @@ def test_programs_receive_a_task_and_report_by_exit_status(world: World, monkeyp
 def test_a_program_is_over_when_its_process_ends_although_a_child_holds_its_output(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "_OUTPUT_SECONDS", 0.1)
+    monkeypatch.setattr(runner, "OUTPUT_SECONDS", 0.1)
     world.script = {"assistant\n": "ok"}
     child = "import os, time\nif os.fork() == 0:\n    time.sleep(600)\n"
     for ending, reward in (("", 1.0), ("print('bad', flush=True)\nos._exit(3)", 0.0)):
@@ -754,7 +752,7 @@ def test_a_program_gets_a_clean_environment_and_cannot_read_other_processes(
         own |= {"OPENAI_API_KEY", "ANTHROPIC_API_KEY"} if isolation == "landlock" else set()
         passed = {"PATH", "HOME", "LC_TIME", "WANTED", *own}
         assert passed <= set(environment) and not set(environment) & {"RANK", "WANDB_API_KEY", "MY_SERVERS"}
-        assert set(environment) <= {*passed, *_ENVIRONMENT, "LC_CTYPE"}, "PEP 538: Python sets LC_CTYPE itself"
+        assert set(environment) <= {*passed, *INHERITED_VARIABLES, "LC_CTYPE"}, "PEP 538: Python sets LC_CTYPE itself"
         keys = {environment.get(name) for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")}
         assert key.startswith("sk-") and keys == {key if "OPENAI_API_KEY" in own else None}
         assert environment["OPENAI_BASE_URL"] == environment["ANTHROPIC_BASE_URL"] + "/v1"
@@ -764,7 +762,7 @@ def test_a_program_gets_a_clean_environment_and_cannot_read_other_processes(
 
 def test_a_kernel_without_landlock_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "landlock_version", lambda: -1)
-    with pytest.raises(GenerateError, match=r"Landlock is unavailable.*set agent.isolation = 'none'"):
+    with pytest.raises(GenerateError, match=r"agent.isolation = 'none'"):
         AgentFunction(AgentConfig(command=["true"]), {})
     AgentFunction(AgentConfig(command=["true"], isolation="none"), {}).close()
 
@@ -875,7 +873,7 @@ def test_a_renderer_reads_the_responses(world: World, monkeypatch: pytest.Monkey
 
 def test_a_missing_renderer_is_an_error_before_the_first_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "renderers", None)
-    with pytest.raises(GenerateError, match=r"agent.renderer = 'qwen3' needs the package renderers.*\[agents\]"):
+    with pytest.raises(GenerateError, match=r"agent.renderer = 'qwen3' .*\[agents\]"):
         AgentFunction(AgentConfig(function="tests.unit.scripted:one", renderer="qwen3"), {})
-    with pytest.raises(ValueError, match="both read the responses"):
+    with pytest.raises(ValueError, match="both read"):
         AgentConfig(function="a:b", renderer="qwen3", format="hermes")

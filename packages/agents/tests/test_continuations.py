@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_dppo.types import Completion, FinishReason, VersionSpan
-from megatron_dppo_agents.conversations import _continue_text, _restore_thoughts
+from megatron_dppo_agents.conversations import continue_text, restore_thoughts
 from megatron_dppo_agents.segments import join_segments
 
 
@@ -47,7 +47,7 @@ def test_a_text_continues_the_newest_sequence_that_it_begins_with(
     conversations = [sequence(text) for text in known]
     given = tuple(map(ord, prompt)) if as_tokens else prompt
     call: Any = SimpleNamespace(text=given)
-    result = _continue_text(call, [*conversations, sequence(prompt, is_chat=True)], Template())  # type: ignore[arg-type]
+    result = continue_text(call, [*conversations, sequence(prompt, is_chat=True)], Template())  # type: ignore[arg-type]
     assert result.conversation is (None if index is None else conversations[index])
     assert result.token_ids == ([0] if index is None else []) + [ord(letter) for letter in rest]
 
@@ -83,7 +83,7 @@ def test_equal_texts_get_their_thoughts_in_the_order_in_which_they_were_sent(
     sent = [("user", "a"), ("assistant", "first|yes"), ("assistant", "other|no"), ("assistant", "second|yes")]
     messages = [{"role": "assistant", "content": content} for content in contents]
     keys = [f"assistant:{content.rpartition('|')[2]}" for content in contents]
-    result = _restore_thoughts(messages, keys, [chat(*sent[:2]), chat(*sent[2:])], Reader())  # type: ignore[arg-type]
+    result = restore_thoughts(messages, keys, [chat(*sent[:2]), chat(*sent[2:])], Reader())  # type: ignore[arg-type]
     assert [message["content"] for message in result] == expected
     assert [message["content"] for message in messages] == contents, "the client's own messages stay"
 

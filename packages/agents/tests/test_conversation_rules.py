@@ -199,12 +199,12 @@ def test_tools_reach_the_prompt_or_are_refused(entry: Entry, tmp_path: Path) -> 
 
 
 def test_a_mistake_of_the_template_is_not_blamed_on_the_messages(entry: Entry, tmp_path: Path) -> None:
-    with pytest.raises((CallError, DataError), match="syntax error in line") as raised:
+    with pytest.raises((CallError, DataError), match="syntax error") as raised:
         entry(tokenizer(SYNTAX_ERROR), {"messages": [USER]}, tmp_path)
     assert "roles" not in str(raised.value)
-    with pytest.raises((CallError, DataError), match="fails on the messages: UndefinedError") as raised:
+    with pytest.raises((CallError, DataError), match="on the messages: UndefinedError") as raised:
         entry(tokenizer("{{ messages[0].missing.field }}"), {"messages": [USER]}, tmp_path)
-    with pytest.raises((CallError, DataError), match="Change their roles or order"):
+    with pytest.raises((CallError, DataError), match="Change their roles"):
         entry(tokenizer("{{ raise_exception('no') }}"), {"messages": [USER]}, tmp_path)
 
 
@@ -236,12 +236,12 @@ def test_fields_that_change_the_question_or_the_answer_are_refused(api: Entry, t
 def test_a_begun_answer_continues_in_rows_and_is_refused_by_apis(tmp_path: Path) -> None:
     begun = [USER, {"role": "assistant", "content": "It"}]
     assert row(tokenizer(), {"messages": begun}, tmp_path) == "<user>q<assistant>It"
-    with pytest.raises(CallError, match="the beginning of a response cannot be given"):
+    with pytest.raises(CallError, match="beginning of a response"):
         messages(tokenizer(), {"messages": begun}, tmp_path)
     for mark in ("prefix", "partial"):
-        with pytest.raises(CallError, match="the beginning of a response cannot be given"):
+        with pytest.raises(CallError, match="beginning of a response"):
             chat(tokenizer(), {"messages": [USER, {**begun[1], mark: True}]}, tmp_path)
-    with pytest.raises(DataError, match="end with tool calls, which have no results"):
+    with pytest.raises(DataError, match="tool calls"):
         row(tokenizer(), {"messages": called({})[:2]}, tmp_path)
 
 
@@ -253,7 +253,7 @@ def test_each_form_of_the_tools_of_a_row_reaches_the_prompt(tmp_path: Path, colu
     assert '"name": "add_two"' in row(tokenizer(), {"messages": [USER], column: value}, tmp_path)
     # A prompt without template has its tools in its text, or nowhere.
     assert row(tokenizer(), {"prompt": "with add_two", column: value}, tmp_path) == "with add_two"
-    with pytest.raises(DataError, match=f"field '{column}' has tools that cannot reach the prompt"):
+    with pytest.raises(DataError, match=f"'{column}' has tools"):
         row(tokenizer(), {"prompt": "q", column: value}, tmp_path)
     for wrong in ("[{", "search", 5, {"a": 1}, ["search"], [5]):
         with pytest.raises(DataError, match=f"field '{column}'"):

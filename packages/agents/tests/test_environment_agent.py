@@ -195,7 +195,7 @@ def test_agents_of_one_episode_are_told_apart_and_credited_one_by_one(world: Wor
 
 
 def test_an_environment_that_cannot_be_loaded_ends_the_run(agent: Callable[..., EnvironmentAgent]) -> None:
-    with pytest.raises(GenerateError, match="'verifiers:none' cannot be used: no such taskset"):
+    with pytest.raises(GenerateError, match="'verifiers:none'"):
         asyncio.run(agent("verifiers:none").run(task("any")))
 
 

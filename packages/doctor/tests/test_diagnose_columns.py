@@ -17,7 +17,6 @@ from pyarrow import parquet
 
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import DataError, DiskError
-from megatron_dppo_doctor.diagnose import command as diagnose
 from megatron_dppo_doctor.diagnose.dumps import DumpedSample, read_dump
 from megatron_dppo_doctor.diagnose.ledger import UNEXPLAINED, CauseScoring, Ledger, make_ledger
 
@@ -250,7 +249,7 @@ def test_a_write_that_fails_after_all_is_no_exit_code_of_the_ledger(
         target.parent.rmdir()
         return ledger
 
-    monkeypatch.setattr(diagnose, "_diagnose_rollouts", made)
+    monkeypatch.setattr("megatron_dppo_doctor.diagnose.foreign.diagnose_rollouts", made)
     assert main(["diagnose", "--rollouts", "x", "--model", "y", "--json", str(target)]) == DiskError.exit_code == 2
     printed = capsys.readouterr()
     assert "mismatch of 2 tokens" in printed.out and "the folder is gone" in printed.err

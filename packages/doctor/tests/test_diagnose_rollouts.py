@@ -238,7 +238,7 @@ def test_weights_that_compute_no_numbers_are_told(folder: Path, tmp_path: Path) 
     weights["model.norm.weight"].fill_(torch.nan)
     save_file(weights, broken / "model.safetensors")
     (tmp_path / "ok.jsonl").write_text('{"prompts": [1, 2], "responses": [3, 4], "rollout_log_probs": [-1, -2]}\n')
-    with pytest.raises(DataError, match=r"2 of the 2 tokens are not finite at temperature 1: the weights of --model"):
+    with pytest.raises(DataError, match=r"not finite.*--model"):
         diagnose_rollouts(tmp_path / "ok.jsonl", str(broken), DeclaredSampling(), None)
 
 

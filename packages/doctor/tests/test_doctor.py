@@ -250,9 +250,9 @@ def test_output_contains_no_hosts_keys_folders_or_user(
 ) -> None:
     from megatron_dppo_doctor.doctor import command
 
-    monkeypatch.setattr(command, "_user_name", lambda: "ada.lovelace")
+    monkeypatch.setattr(command, "user_name", lambda: "ada.lovelace")
     monkeypatch.setenv("HOME", "/home/ada.lovelace")
-    redactor = command._Redactor(
+    redactor = command.Redactor(
         {"WANDB_API_KEY": "1234567890"}, ["http://me:word12@gpu-7.internal:30000", "localhost:1"]
     )
     redactor.print(

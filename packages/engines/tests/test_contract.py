@@ -66,16 +66,16 @@ def test_an_end_token_that_only_the_server_knows_is_believed_when_it_names_it() 
     # An end token that the server alone knows is a special token; any other is a response that was cut off.
     cut = replace(given, echo=replace(given.echo, best_logprobs=None))  # type: ignore[type-var]
     check_generation(cut, request, replace(CONTRACT, special_tokens=(30,)), "http://s")
-    with pytest.raises(ContractViolation, match=r"last token is 30, expected an end token .*generation_config\.json"):
+    with pytest.raises(ContractViolation, match=r"token is 30.*generation_config\.json"):
         check(request, cut)
-    with pytest.raises(ContractViolation, match="last token is 30, expected 2, the server's own stop reason"):
+    with pytest.raises(ContractViolation, match="token is 30, expected 2"):
         check(request, says(matched_stop=2, best_logprobs=None)(given))
 
 
 def test_a_token_of_the_request_ends_it() -> None:
     request, given = honest()
     stopped = replace(given, finish_reason="stop")
-    with pytest.raises(ContractViolation, match=r"last token is \d+, expected an end token \(2, 7\)"):
+    with pytest.raises(ContractViolation, match=r"end token \(2, 7\)"):
         check(request, stopped)
     check(replace(request, stop_token_ids=(int(given.token_ids[-1]),)), stopped)
 
@@ -99,7 +99,7 @@ def test_the_lowest_log_probability_is_that_of_float32_at_the_sampling_temperatu
 def test_an_aborted_request_may_come_back_with_nothing() -> None:
     request, _ = honest()
     check(request, Generation.empty(FinishReason.ABORT))
-    with pytest.raises(ContractViolation, match="finish reason is 'stop' without a token"):
+    with pytest.raises(ContractViolation, match="'stop' without a token"):
         check(request, Generation.empty(FinishReason.STOP))
 
 
@@ -198,22 +198,22 @@ def test_shifted_log_probabilities_do_not_fit_to_the_most_probable_token_without
 def test_more_tokens_than_asked_for_are_refused_whatever_ended_it() -> None:
     request, given = honest(reason="stop")
     check(replace(request, params=replace(request.params, max_new_tokens=LENGTH)), given)
-    with pytest.raises(ContractViolation, match="number of response tokens is 12, expected at most 11"):
+    with pytest.raises(ContractViolation, match="12, expected at most 11"):
         check(replace(request, params=replace(request.params, max_new_tokens=LENGTH - 1)), given)
 
 
 def test_a_prefix_of_an_answer_that_stopped_is_no_answer() -> None:
     request, given = honest(reason="stop")
-    with pytest.raises(ContractViolation, match=r"last token is .*the server's own stop reason"):
+    with pytest.raises(ContractViolation, match="own stop reason"):
         check(request, truncated(given))
     silent = says(matched_stop=None)(given)
-    with pytest.raises(ContractViolation, match=r"last token is .*expected an end token"):
+    with pytest.raises(ContractViolation, match="an end token"):
         check(request, truncated(silent))
 
 
 def test_an_unrequested_top_k_is_rejected() -> None:
     request, given = honest()
-    with pytest.raises(ContractViolation, match="Top-K is there, expected none"):
+    with pytest.raises(ContractViolation, match="Top-K is there, expected"):
         check(replace(request, params=replace(request.params, topk_logprobs=0)), given)
 
 
@@ -224,7 +224,7 @@ def test_rounding_is_borne_and_a_tenth_of_a_percent_is_not(error: float) -> None
 
     request, given = honest(topk=VOCAB)
     check(request, moved(error)(given))
-    with pytest.raises(ContractViolation, match="value of the sampled token"):
+    with pytest.raises(ContractViolation, match="the sampled token"):
         check(request, moved(error * 40)(given))
 
 
@@ -255,7 +255,7 @@ def test_each_entry_of_the_top_k_counts_and_not_its_ends_alone() -> None:
         for column in range(3):
             swapped = given.topk_logprobs.clone()
             swapped[4, [column, column + 1]] = swapped[4, [column + 1, column]]
-            with pytest.raises(ContractViolation, match=r"Top-K: values, at token 4.*falling"):
+            with pytest.raises(ContractViolation, match="Top-K: values, at token 4"):
                 check(request, replace(given, topk_logprobs=swapped))
         is_outside = given.topk_token_ids[:, 4] >= 0
         row = int(is_outside.int().argmax())
@@ -264,7 +264,7 @@ def test_each_entry_of_the_top_k_counts_and_not_its_ends_alone() -> None:
         num_outside += 1
         logprobs, values = given.logprobs.clone(), given.topk_logprobs.clone()
         logprobs[row] = values[row, 4] = values[row, 2:4].mean()
-        with pytest.raises(ContractViolation, match=rf"sampled token, at token {row}, .*at most the lowest"):
+        with pytest.raises(ContractViolation, match=rf"token {row}, .*at most"):
             check(request, replace(given, logprobs=logprobs, topk_logprobs=values))
     assert num_outside >= 3
 
@@ -284,5 +284,5 @@ def test_a_long_response_without_any_uncertainty_is_rejected() -> None:
 
     zeros(31)
     zeros(32, temperature=0.0)
-    with pytest.raises(ContractViolation, match="log-probabilities is 0 at all 32 tokens"):
+    with pytest.raises(ContractViolation, match="0 at all 32 tokens"):
         zeros(32)

@@ -138,9 +138,7 @@ def test_a_wrong_sampling_mask_is_named(name: str) -> None:
     for seed in (3, 14):
         request, given = filtered(seed)
         assert len(lists(given)[2]) > 1 and len(lists(given)[11]) >= 4
-        with pytest.raises(
-            ContractViolation, match=f"response to request r1 violates the contract: {message}"
-        ) as caught:
+        with pytest.raises(ContractViolation, match=f"request r1 .*{message}") as caught:
             check_generation(lie(given), request, CONTRACT, URL)
         assert caught.value.url == URL
         if name in FRAME:  # a probe must not compute with it
@@ -152,7 +150,7 @@ def test_a_set_that_is_all_in_the_topk_has_all_of_the_mass() -> None:
     request, given = filtered(0, topk=30)
     assert given.topk_logprobs is not None
     lower = replace(given, topk_logprobs=given.topk_logprobs - 0.01, logprobs=given.logprobs - 0.01)
-    with pytest.raises(ContractViolation, match=r"log-probability 0 is|Top-K, at token \d+, is \[0\.99.*a mass of 1"):
+    with pytest.raises(ContractViolation, match=r"log-probability 0 is|is \[0\.99"):
         check_generation(lower, request, CONTRACT, URL)
 
 
@@ -168,7 +166,7 @@ def test_a_set_of_exactly_k_ids_has_all_of_the_mass() -> None:
             num_rows += 1
             values = given.topk_logprobs.clone()
             values[row, 3] -= 0.5  # still the last of falling values, and not the sampled token's
-            with pytest.raises(ContractViolation, match=rf"Top-K, at token {row}, is \[0\.9?.*a mass of 1"):
+            with pytest.raises(ContractViolation, match=rf"{row}, is \[0\.9?.*a mass of 1"):
                 check_generation(replace(given, topk_logprobs=values), request, CONTRACT, URL)
     assert num_rows >= 3
 
@@ -177,9 +175,9 @@ def test_more_ids_than_top_k_and_unrequested_sampling_masks_are_rejected() -> No
     request, given = filtered(0)
     most = max(len(part) for part in lists(given))
     check_generation(given, replace(request, params=replace(request.params, top_k=most)), CONTRACT, URL)
-    with pytest.raises(ContractViolation, match=f"is {most} ids, expected at most {most - 1}, the top-k"):
+    with pytest.raises(ContractViolation, match=f"{most} ids, expected at"):
         check_generation(given, replace(request, params=replace(request.params, top_k=most - 1)), CONTRACT, URL)
-    with pytest.raises(ContractViolation, match="sampling mask is there, expected none: the request does not"):
+    with pytest.raises(ContractViolation, match="mask is there"):
         check_generation(
             given, replace(request, params=replace(request.params, return_sampling_mask=False)), CONTRACT, URL
         )

@@ -178,7 +178,7 @@ def test_a_silent_server_costs_its_deadline_once_and_little_from_then_on(kind: A
             assert not await server.alive()
             assert least <= time.monotonic() - start < most
         start = time.monotonic()
-        with pytest.raises(ServerError, match=rf"{path}: no response within 0\.2 seconds"):
+        with pytest.raises(ServerError, match=rf"{path}: no response within 0\.2"):
             await server.info()
         assert time.monotonic() - start < 1.4
         frozen = False
@@ -305,7 +305,7 @@ def test_a_generation_is_limited_by_what_was_asked_for(kind: Any) -> None:
 
         listener = await asyncio.start_server(serve, "127.0.0.1", 0)
         server = kind(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
-        with pytest.raises(ServerError, match="the most that this call can need"):
+        with pytest.raises(ServerError, match="call can need"):
             await asyncio.wait_for(server.generate(REQUEST), 30)
         await server.close()
         listener.close()

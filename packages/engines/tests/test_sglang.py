@@ -163,7 +163,7 @@ def test_a_response_that_does_not_match_the_request_is_rejected(damage: Callable
 
 def test_fewer_top_tokens_than_requested_are_rejected() -> None:
     request, answer = recorded("0.5.20")
-    with pytest.raises(ServerError, match="a row that is not an array of 4 tokens"):
+    with pytest.raises(ServerError, match="array of 4 tokens"):
         decode(replace(request, params=replace(request.params, topk_logprobs=4)), answer)
 
 
@@ -308,7 +308,7 @@ def test_a_folder_that_cannot_be_loaded_is_an_error_with_the_served_version(
 def test_a_success_status_with_a_failure_body_is_an_error() -> None:
     answer = {"success": False, "message": "Weights were updated, but the cache was not flushed"}
     stub = Stub(server_answers("0.5.23", **{"/update_weights_from_tensor": answer}))
-    with pytest.raises(ServerError, match="cache was not flushed"):
+    with pytest.raises(ServerError, match="not flushed"):
         use_server(stub, update)
 
 
@@ -405,7 +405,7 @@ def test_digests_are_predicted_only_for_servers_with_matching_tensors(changes: d
 def test_another_service_at_the_url_is_reported() -> None:
     with pytest.raises(ServerError, match=r"/model_info: .*404"):
         use_server(Stub({}), lambda server: server.info())
-    with pytest.raises(ServerError, match=r"/server_info: expected the response of an SGLang server"):
+    with pytest.raises(ServerError, match=r"/server_info: .*an SGLang server"):
         use_server(Stub({"/model_info": {}, "/server_info": "hello"}), lambda server: server.info())
 
 

@@ -119,8 +119,8 @@ def test_records_are_kept_before_the_row_exists(tmp_path: Path, monkeypatch: pyt
         config = SimpleNamespace(run=SimpleNamespace(num_steps=2))
         return config, ""
 
-    monkeypatch.setattr(child, "_train", train)
-    monkeypatch.setattr(child, "_prepare_process", lambda folder: folder.mkdir(parents=True))
+    monkeypatch.setattr(child, "train_run", train)
+    monkeypatch.setattr(child, "prepare_process", lambda folder: folder.mkdir(parents=True))
     kept = tmp_path / "records" / "x"
     (kept / "old").mkdir(parents=True)
     monkeypatch.setattr(child, "write_synced", lambda *_: pytest.fail("the row") if not kept.exists() else None)

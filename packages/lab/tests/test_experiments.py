@@ -245,7 +245,7 @@ def test_runs_that_have_a_row_are_not_done_again(tmp_path: Path, monkeypatch: py
             else:
                 job.result.mkdir()
 
-    monkeypatch.setattr(runner, "_execute_jobs", pretend)
+    monkeypatch.setattr(runner, "execute_jobs", pretend)
     accepted = [run for run in runs if not run.refusal]
     assert len(execute_runs(store, runs, 1, print, limit=3)) == 3
     assert [name.startswith("base") for name in done] == [True, False, False, True, False]  # by base model
@@ -285,7 +285,7 @@ def test_modelopt_is_imported_before_the_fork_only_if_a_run_quantizes(
             preloaded.append(modules)
 
     monkeypatch.setattr(runner, "require_modelopt", lambda form: None)
-    monkeypatch.setattr(runner, "_jobs", lambda *_: [])
+    monkeypatch.setattr(runner, "list_jobs", lambda *_: [])
     monkeypatch.setattr(runner.multiprocessing, "get_context", lambda method: Context())
     for name, weights in (("long_tail", "none"), ("stability", "fp8")):
         run = next(run for run in EXPERIMENTS[name].report(True, (0,), ()) if run.weights == weights)
@@ -298,6 +298,6 @@ def test_coarse_weights_without_modelopt_are_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(quantized, "find_spec", lambda name: None)
-    monkeypatch.setattr(runner, "_execute_jobs", lambda *_, **__: pytest.fail("a run was started"))
+    monkeypatch.setattr(runner, "execute_jobs", lambda *_, **__: pytest.fail("a run was started"))
     assert main(["experiment", "stability", "--quick", "--output", str(tmp_path)]) == 2
     assert "weights = 'fp8'" in (text := capsys.readouterr().err) and "pip install 'megatron-dppo[modelopt]'" in text

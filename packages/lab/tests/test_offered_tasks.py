@@ -52,7 +52,7 @@ def test_a_task_of_another_package_has_its_rows_and_gets_its_options(monkeypatch
         ("countdown/eval:2", "2,", "1", {"split": "eval"}),
         ("countdown/eval:1", "1,", "0", {"split": "eval"}),
     ]
-    with pytest.raises(DataError, match=r"'task:countdown:2' has no corpus for supervised training. Fix: name"):
+    with pytest.raises(DataError, match="'task:countdown:2'"):
         SupervisedDataset("task:countdown:2", SilentTokenizer(), 0)
 
 
@@ -62,29 +62,27 @@ def test_a_task_that_no_package_has_is_an_error_with_those_that_there_are(
 ) -> None:
     offer(monkeypatch, countdown=(tasks.GROUP, "Countdown"), words=(reward_functions.GROUP, "half"))
     for read in (lambda: list(iter_rows(source, "train")), lambda: SupervisedDataset(source, SilentTokenizer(), 0)):
-        with pytest.raises(
-            DataError, match=f"unknown task '{source}'; expected 'task:countdown', a file, or hf:[^.]*$"
-        ):
+        with pytest.raises(DataError, match=rf"'{source}'; expected 'task:countdown', .*hf:[^.]*$"):
             read()
 
 
 def test_without_any_package_the_error_says_how_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch)
-    with pytest.raises(DataError, match=r"expected a file, or hf:owner/name. No package .* fix: pip install -e"):
+    with pytest.raises(DataError, match=r"hf:owner/name. No package"):
         list(iter_rows("task:chain_sum", "train"))
-    with pytest.raises(RewardError, match=r"function = 'words' needs .*megatron_dppo.rewards, got none. Fix: pip"):
+    with pytest.raises(RewardError, match=r"'words' needs .*megatron_dppo.rewards"):
         RewardScorer("words", 1.0, 1)
 
 
 def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, countdown=(tasks.GROUP, "Removed"))
-    with pytest.raises(ConfigError, match=f"countdown of megatron_dppo.tasks: {MODULE}:Removed of .* AttributeError"):
+    with pytest.raises(ConfigError, match=f"megatron_dppo.tasks: {MODULE}:Removed .* AttributeError"):
         list(iter_rows("task:countdown:1", "train"))
 
 
 @pytest.mark.parametrize("source", ["task:chain_sum:x", "task:chain_sum:", "task:rare_words:2"])
 def test_an_embedded_task_refuses_options(source: str) -> None:
-    with pytest.raises(DataError, match=r"has no options. Fix: write 'task:(chain_sum|rare_words)'"):
+    with pytest.raises(DataError, match=r"'task:(chain_sum|rare_words)'"):
         list(iter_rows(source, "train"))
 
 

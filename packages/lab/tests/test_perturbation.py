@@ -231,7 +231,7 @@ def config(**perturbation: Any) -> Config:
 
 
 def test_servers_are_not_perturbed() -> None:
-    with pytest.raises(ConfigError, match=r"\[rollout.perturbation\] has no effect with rollout.engine = 'sglang'"):
+    with pytest.raises(ConfigError, match=r"rollout.engine = 'sglang'"):
         configured(rollout={"engine": "sglang", "perturbation": {"router_noise": 0.1}})
 
 
@@ -267,7 +267,7 @@ def test_the_trainer_opens_what_the_section_says(monkeypatch: pytest.MonkeyPatch
     assert open_perturbation(config().rollout.perturbation) is None
     monkeypatch.setattr(packages, "entry_points", lambda group: [])
     assert open_perturbation(config().rollout.perturbation) is None, "a run without one needs no package"
-    with pytest.raises(ConfigError, match=r"\[rollout.perturbation\] needs .*got none. Fix: pip install -e"):
+    with pytest.raises(ConfigError, match=r"\[rollout.perturbation\] needs"):
         open_perturbation(section)
 
 

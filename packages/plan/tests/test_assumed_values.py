@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo_plan.assumed_values import (
-    _INTERMEDIATE_FILES,
     DATA_DEPENDENT_SIZES,
+    INTERMEDIATE_FILES,
     VALUE_READS,
     CallSite,
 )
@@ -41,7 +41,7 @@ def test_every_call_site_exists(site: CallSite) -> None:
     assert site.function in functions
 
 
-@pytest.mark.parametrize("suffix", [file for file in _INTERMEDIATE_FILES if file.endswith(".py")])
+@pytest.mark.parametrize("suffix", [file for file in INTERMEDIATE_FILES if file.endswith(".py")])
 def test_every_intermediate_file_exists(suffix: str) -> None:
     assert len(package_files(f"/{suffix}")) == 1
 

@@ -90,7 +90,7 @@ def test_a_precision_aware_optimizer_keeps_less() -> None:
 
 def test_offloading_is_something_to_search() -> None:
     assert parse_axes(["offload=optimizer,none"]) == {"offload": ["optimizer", "none"]}
-    with pytest.raises(PlanError, match="expected optimizer, none, got 'all'"):
+    with pytest.raises(PlanError, match="got 'all'"):
         parse_axes(["offload=all"])
     model = PlannedModel.from_config(big())
     config = big(*OFFLOAD["optimizer"])

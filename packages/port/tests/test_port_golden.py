@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo_port.draft import _OPTIONAL, FILL_IN, Setting
+from megatron_dppo_port.draft import FILL_IN, OPTIONAL_KEYS, Setting
 from megatron_dppo_port.port import port, translate
 from megatron_dppo_port.settings import SourceFile, read_shell, read_toml
 
@@ -383,7 +383,7 @@ def test_no_key_that_depends_on_an_unread_setting_gets_a_value(name: str, versio
         unread = keys_with(key, Setting(setting.value, "not known"))
         for path in {path for path in base.keys() | other.keys() if base.get(path) != other.get(path)}:
             value = unread.get(path)
-            is_left = str(value).startswith(FILL_IN) or (value is None and path.startswith(_OPTIONAL))
+            is_left = str(value).startswith(FILL_IN) or (value is None and path.startswith(OPTIONAL_KEYS))
             # A key that only one loss has is left with the name of the loss.
             is_left |= value is None and path.startswith("loss.") and str(unread["loss.name"]).startswith(FILL_IN)
             # The configuration refuses an aggregation that needs a horizon without one.

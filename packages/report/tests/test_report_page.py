@@ -66,7 +66,7 @@ def test_rollout_text_cannot_close_its_element_and_is_preserved(tmp_path: Path) 
 
 
 def test_the_page_stays_small_with_many_long_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_dppo_report.steps._TOKENS", 4000)
+    monkeypatch.setattr("megatron_dppo_report.steps.PAGE_TOKENS", 4000)
     write_run(tmp_path / "run", 100, every=20, tokens=600)
     page = build([ReportedRun(tmp_path / "run", None)])
     view = scripts(page)["step-0-20"]

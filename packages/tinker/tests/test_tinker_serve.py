@@ -36,7 +36,7 @@ def test_the_queue_keeps_order_joins_equal_samples_and_repeats_nothing() -> None
     ]
     for request in [*requests, requests[0], Request("s3", None, Batch(None))]:
         queue.add(request)
-    with pytest.raises(RequestError, match="5 requests of 0 bytes are waiting") as refused:
+    with pytest.raises(RequestError, match="5 requests of 0 bytes") as refused:
         queue.add(Request("c", dict))
     assert refused.value.status == 429
     batches = [[each.request_id for each in queue.next(0)] for _ in range(5)]
@@ -55,7 +55,7 @@ def test_the_queue_keeps_order_joins_equal_samples_and_repeats_nothing() -> None
 def test_waiting_requests_and_kept_results_are_limited_by_their_size() -> None:
     queue = RequestQueue(max_pending=9, max_results=9, max_bytes=100)
     queue.add(Request("huge", dict, num_bytes=1000))
-    with pytest.raises(RequestError, match="1 requests of 1000 bytes are waiting"):
+    with pytest.raises(RequestError, match="1 requests of 1000 bytes"):
         queue.add(Request("next", dict, num_bytes=1))
     # One that is larger than the limit is served alone. Its result is kept until there are others.
     queue.next(0)
@@ -174,12 +174,12 @@ def test_stop_ids_outside_the_vocabulary_are_refused(stop: list[int]) -> None:
         return read_job(body, Sampler(None), vocab_size=100, max_tokens=10)
 
     assert job([0, 99]).stop_token_ids == (0, 99)
-    with pytest.raises(RequestError, match="stop has ids outside 0 to 99"):
+    with pytest.raises(RequestError, match="ids outside 0 to 99"):
         job(stop)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_log_probabilities_that_are_not_finite_are_no_answer(value: float) -> None:
     assert require_finite(torch.tensor([-1.0, 0.0])).tolist() == [-1.0, 0.0]
-    with pytest.raises(RequestError, match="not finite: an update has broken the weights"):
+    with pytest.raises(RequestError, match="update has broken"):
         require_finite(torch.tensor([-1.0, value]))

@@ -180,16 +180,16 @@ SMALL_FIELDS = {
 def test_a_million_small_fields_are_refused_after_a_limited_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
-    def count(message: memoryview, position: int, inner: Any = protobuf._read_varint) -> tuple[int, int]:
+    def count(message: memoryview, position: int, inner: Any = protobuf.read_varint) -> tuple[int, int]:
         nonlocal calls
         calls += 1
         return inner(message, position)
 
-    monkeypatch.setattr(protobuf, "_read_varint", count)
+    monkeypatch.setattr(protobuf, "read_varint", count)
     with pytest.raises(RequestError, match=r"more than \d+ (data|fields|dimensions)"):
         read_forward_backward(SMALL_FIELDS[name](1_000_000))
     # A tag and a length for each field that is read.
-    assert calls <= 2 * (wire._MAX_FIELDS + 10)
+    assert calls <= 2 * (wire.MAX_FIELDS + 10)
 
 
 def test_the_largest_request_of_the_sdk_is_read() -> None:

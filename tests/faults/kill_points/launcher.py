@@ -198,7 +198,7 @@ def _without_workers() -> None:
         return ScoringOutcome(sum(map(ord, item.completion)) % 7 / 7)
 
     # An error if the class has no such method any more: then nothing would call this one.
-    mock.patch.object(FunctionPool, "_quick", score).start()
+    mock.patch.object(FunctionPool, "_quick", score).start()  # reaches: the pool goes on as it is, without workers
 
 
 def die_with_parent() -> None:

@@ -52,7 +52,7 @@ DRILLED = (
     Patch(
         "requests are not aborted for a sync",
         "megatron_dppo_engines/servers/pool.py",
-        "while self._in_flight and self._now() < end:",
+        "while self._in_flight and self.now() < end:",
         "while False:",
     ),
     Patch(

@@ -128,7 +128,7 @@ def _without_cache() -> AbstractContextManager[Any]:
     async def wake(self: Any) -> None:
         pass
 
-    return mock.patch.object(ReleasedMemory, "_wake_cache", wake)
+    return mock.patch.object(ReleasedMemory, "_wake_cache", wake)  # reaches: one half of a call
 
 
 @contextmanager

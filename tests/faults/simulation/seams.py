@@ -163,7 +163,7 @@ def _append(response: Any, generation: Any, append: Any = GrowingResponse.append
     append(response, generation)
 
 
-async def _send(self: Any, server: Any, request: Any, send: Any = ServerPool._send) -> Any:
+async def _send(self: Any, server: Any, request: Any, send: Any = ServerPool._send) -> Any:  # reaches: as below
     """Look at what the pool believes of a server before and after a request."""
     if len(server.violations) >= 2:
         NOW.taken.append(f"{server.url} got a request after {len(server.violations)} violations of the contract")
@@ -268,13 +268,13 @@ def installed() -> Iterator[None]:
         mock.patch.object(pending, "ThreadPoolExecutor", _Executor),
         mock.patch.object(scheduler, "wait", _wait),
         *(mock.patch.object(module, "Future", _Future) for module in (server_engine, pending, scheduler)),
-        mock.patch.object(http.HttpClient, "_open", _open),
+        mock.patch.object(http.HttpClient, "_open", _open),  # reaches: the network is simulated
         mock.patch.object(engines, "dist", alone),
         mock.patch.object(gpus, "dist", alone),
         mock.patch.object(gpus.asyncio, "run", lambda coroutine: NOW.loop.run(coroutine)),
         mock.patch.object(client, "decode_generation", _decode),
         mock.patch.object(GrowingResponse, "append_sampled", _append),
-        mock.patch.object(ServerPool, "_send", _send),
+        mock.patch.object(ServerPool, "_send", _send),  # reaches: to look at each single attempt
         mock.patch.object(scheduler, "select_rollouts", _select),
         mock.patch.object(trainer_probe, "compute_readings", _read_answers),
         mock.patch.object(asyncio.tasks, "_GatheringFuture", _Gathering),

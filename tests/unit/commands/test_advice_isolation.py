@@ -54,23 +54,23 @@ def test_a_tool_and_an_image_that_were_installed_are_enough(
     podman = agent(isolation="podman", container={"image": IMAGE, "network": "host"})
     with monkeypatch.context() as patch:
         patch.setenv("PATH", "/nowhere")
-        with pytest.raises(GenerateError, match="there is no such program in PATH; install it"):
+        with pytest.raises(GenerateError, match="such program in PATH"):
             AgentFunction(podman, {})
     AgentFunction(podman, {}).close()
     image = tmp_path / "agent.sif"
     apptainer = agent(isolation="apptainer", container={"image": str(image), "network": "host"})
-    with pytest.raises(GenerateError, match="build it by `apptainer build`"):
+    with pytest.raises(GenerateError, match="`apptainer build`"):
         AgentFunction(apptainer, {})
     image.touch()
     AgentFunction(apptainer, {}).close()
-    with pytest.raises(GenerateError, match="get it by `podman pull`"):
+    with pytest.raises(GenerateError, match="`podman pull`"):
         check_images(podman, ["gone"])
     check_images(podman, [IMAGE])
 
 
 def test_without_the_right_to_make_a_network_the_hosts_is_accepted(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(containers, "LoopbackNetwork", refuse)
-    with pytest.raises(GenerateError, match=r"needs root.*Set it to 'host', or to a network of podman"):
+    with pytest.raises(GenerateError, match=r"root.*'host'"):
         AgentFunction(agent(isolation="podman", container={"image": IMAGE}), {})
     for network in ("host", "agents"):
         AgentFunction(agent(isolation="podman", container={"image": IMAGE, "network": network}), {}).close()
@@ -83,7 +83,7 @@ def test_without_namespaces_or_landlock_the_weaker_isolation_is_accepted(monkeyp
         AgentFunction(agent(isolation="namespace"), {})
     AgentFunction(agent(isolation="landlock"), {}).close()
     monkeypatch.setattr(generate, "landlock_version", lambda: 0)
-    with pytest.raises(GenerateError, match=r"Landlock is unavailable.*or set agent.isolation = 'none'"):
+    with pytest.raises(GenerateError, match=r"agent.isolation = 'none'"):
         AgentFunction(agent(isolation="landlock"), {})
     AgentFunction(agent(isolation="none"), {}).close()
 
@@ -93,7 +93,7 @@ def test_a_program_is_found_by_its_path_or_in_path(tmp_path: Path, monkeypatch: 
     program.parent.mkdir()
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    with pytest.raises(GenerateError, match="give its path, or put it in PATH"):
+    with pytest.raises(GenerateError, match="put it in PATH"):
         AgentFunction(agent(command=["solve"], isolation="none"), {})
     AgentFunction(agent(command=[str(program)], isolation="none"), {}).close()
     monkeypatch.setenv("PATH", str(program.parent), prepend=":")
@@ -117,7 +117,7 @@ def test_a_machine_without_sandboxes_gets_commands_that_sysctl_accepts(monkeypat
     with pytest.raises(RewardError) as error:
         Code(CodeOptions(network="allowed"), "reward")
     assert "megatron-dppo doctor" not in str(error.value), "doctor tries no sandbox"
-    with pytest.raises(RewardError, match="Name a Python interpreter of this machine"):
+    with pytest.raises(RewardError, match="Python interpreter"):
         Code(CodeOptions(python="/nowhere"), "reward")
     monkeypatch.setattr(code, "probe", lambda sandbox: "")
     Code(CodeOptions(python=sys.executable), "reward")

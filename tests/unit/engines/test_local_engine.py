@@ -240,9 +240,9 @@ def test_invalid_submissions_are_rejected() -> None:
     one = engine()
     submitted(one, 1, range(6))
     key = next(iter(one.unfinished()))
-    with pytest.raises(ValueError, match=f"group {key} is held with 3 responses, not 2"):
+    with pytest.raises(ValueError, match=f"group {key} .*3 responses, not 2"):
         one.submit([GroupRequest(key, PROMPTS[key], 2)], params(), 1)[0].result()
-    with pytest.raises(ValueError, match="without the Top-K, routes or sampling masks of this run"):
+    with pytest.raises(ValueError, match="without the Top-K, routes"):
         one.submit(requests([key]), params(topk_logprobs=2), 1)[0].result()
 
 
@@ -254,7 +254,7 @@ def test_logits_that_are_not_finite_are_an_error_and_no_token(value: float, temp
         (name, torch.full_like(w, value) if name == "model.norm.weight" else w) for name, w in stream_model(MODELS[0])
     ]
     one.update_weights(broken, 7)
-    with pytest.raises(TrainingStopped, match="the logits of weights version 7 are not finite"):
+    with pytest.raises(TrainingStopped, match=r"version 7 .*not finite"):
         one.generate(PROMPTS, params(temperature=temperature))
     futures = one.submit(requests(), params(temperature=temperature), 1)
     assert all(isinstance(future.exception(), TrainingStopped) for future in futures)

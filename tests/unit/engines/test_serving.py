@@ -208,7 +208,7 @@ def wait_for_one(found: Callable[[], list[int]]) -> int:
 def test_a_launcher_that_ignores_sigint_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_EXIT_SECONDS", 1.0)
+    monkeypatch.setattr(processes, "EXIT_SECONDS", 1.0)
     port = free_ports(1)
     argv = (sys.executable, str(STUB), str(tmp_path), "stubborn", "--host", "127.0.0.1", "--port", str(port))
     plan = ServerPlan(url=f"http://127.0.0.1:{port}", argv=argv)

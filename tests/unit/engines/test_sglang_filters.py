@@ -109,7 +109,7 @@ def _put(index: int, value: Any) -> Callable[[list[Any]], None]:
 def test_invalid_masks_are_reported_with_field_and_position(damage: Callable[[Any], Any], message: str) -> None:
     request, answer, _ = filtered()
     damage(answer["meta_info"])
-    with pytest.raises(ServerError, match=rf"the response to request r .*{message}"):
+    with pytest.raises(ServerError, match=f"request r .*{message}"):
         decode(request, answer)
 
 
@@ -145,9 +145,7 @@ def test_sampling_masks_pass_through_a_client_process_unchanged() -> None:
         assert same(completions, expected)
         broken = meta["output_token_sampling_mask"]
         broken[3] = [next(i for i in range(100, 200) if i not in broken[3])]
-        with pytest.raises(
-            ContractViolation, match=r"sampling mask, at token 3, is .*expected the sampled token \d+ among them"
-        ):
+        with pytest.raises(ContractViolation, match="mask, at token 3"):
             await clients.generate(server, request)
 
     case.use(Stub({case.path: answer, "/server_info": {**INFO, "version": "0.5.20"}}), run)

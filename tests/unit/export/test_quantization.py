@@ -116,7 +116,7 @@ def test_a_model_that_joins_its_experts_is_refused(form: Any, tmp_path: Path) ->
     config = family_config("gpt_oss")
     config.save_pretrained(tmp_path / "source")
     weights = stream_model(build_hf_model(config, torch.float32))
-    with pytest.raises(CheckpointError, match=f"one weight for each expert.*{form}.*without quantization"):
+    with pytest.raises(CheckpointError, match=f"each expert.*{form}.*without"):
         save_hf_folder(tmp_path / "out", tmp_path / "source", weights, None, quantization=Quantization(form))
     assert not (tmp_path / "out").exists()
 

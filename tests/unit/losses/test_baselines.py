@@ -125,7 +125,7 @@ def test_decoupled_ppo_clips_by_recomputed_logprobs_and_weighs_even_the_clipped_
 @pytest.mark.parametrize("name", ["minirl", "ppo_decoupled", "dppo_recompute_binary_tv", "dppo_recompute_binary_kl"])
 def test_missing_recomputed_logprobs_are_named(name: str) -> None:
     inputs, _ = make_inputs([0.5], [0.5], [1.0])
-    with pytest.raises(ValueError, match=f"'{name}' needs recomputed_logprobs.*recompute them in the trainer"):
+    with pytest.raises(ValueError, match=f"'{name}' needs recomputed_logprobs"):
         policy_loss(dataclasses.replace(inputs, recomputed_logprobs=None), LossConfig(name=name))
 
 
@@ -177,9 +177,9 @@ def test_entropy_bonus_has_the_gradient_of_the_entropy_over_the_loss_mask() -> N
 
 def test_an_entropy_bonus_without_entropy_or_without_its_gradient_is_refused() -> None:
     inputs, _ = make_inputs([0.5], [0.5], [1.0])
-    with pytest.raises(ValueError, match=r"needs entropy because of loss\.entropy_coef"):
+    with pytest.raises(ValueError, match=r"loss\.entropy_coef"):
         policy_loss(inputs, LossConfig(entropy_coef=0.1))
-    with pytest.raises(ValueError, match="entropy carries no gradient"):
+    with pytest.raises(ValueError, match="carries no gradient"):
         policy_loss(dataclasses.replace(inputs, entropy=torch.ones(1)), LossConfig(entropy_coef=0.1))
 
 

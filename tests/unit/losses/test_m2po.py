@@ -170,5 +170,5 @@ def test_it_refuses_noise_and_a_missing_moment() -> None:
         config(loss={"name": "m2po"}, train={"layer_noise": {"std": 0.1}})
     zeros = torch.zeros(1)
     inputs = LossInputs(logprobs=zeros, rollout_logprobs=zeros, advantages=zeros, loss_mask=zeros.bool())
-    with pytest.raises(ValueError, match=r"needs statistics\['largest_square'\].*all tokens of the update"):
+    with pytest.raises(ValueError, match=r"statistics\['largest_square'\]"):
         policy_loss(inputs, LossConfig(name="m2po"))

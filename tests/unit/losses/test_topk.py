@@ -189,13 +189,13 @@ def test_a_nan_in_the_topk_masks_an_outward_update(kind: str) -> None:
 @pytest.mark.parametrize("missing", ["topk_logprobs", "rollout_topk_logprobs", "topk_valid"])
 def test_a_missing_topk_input_is_named(missing: str) -> None:
     inputs, _ = make_inputs([0.5], [0.4], [1.0])
-    with pytest.raises(ValueError, match=f"'dppo_topk_tv' needs {missing}.*but {missing} is None"):
+    with pytest.raises(ValueError, match=f"'dppo_topk_tv' needs {missing}"):
         policy_loss(dataclasses.replace(inputs, **{missing: None}), loss_config("dppo_topk_tv"))
 
 
 def test_topk_fields_with_a_wrong_shape_or_k_are_refused() -> None:
     inputs, _ = make_inputs([0.5], [0.4], [1.0])
-    with pytest.raises(ValueError, match=r"topk_logprobs has 3 slots, expected topk \+ 1 = 21; set loss.topk to 2"):
+    with pytest.raises(ValueError, match=r"topk_logprobs has 3 slots, .* 21; .*loss.topk to 2"):
         policy_loss(inputs, loss_config("dppo_topk_tv", topk=20))
     with pytest.raises(ValueError, match=r"topk_valid has shape \(1, 2\)"):
         policy_loss(dataclasses.replace(inputs, topk_valid=ALL[:, :2]), loss_config("dppo_topk_tv"))
@@ -229,7 +229,7 @@ def test_sums_of_parts_of_the_slots_give_the_loss_of_the_slots(name: str) -> Non
     torch.testing.assert_close(outputs[0].loss_sum, outputs[1].loss_sum)
     for metric, (value, count, _) in outputs[0].metrics.items():
         torch.testing.assert_close((value, count), outputs[1].metrics[metric][:2], msg=metric)
-    with pytest.raises(ValueError, match=r"topk_eviction = true.*read single slots"):
+    with pytest.raises(ValueError, match="topk_eviction = true"):
         policy_loss(
             dataclasses.replace(whole, topk_logprobs=None, topk_sums=sums),
             loss_config(name, topk=k, topk_eviction=True),

@@ -127,7 +127,7 @@ def test_a_large_mask_is_made_block_by_block_and_not_kept(monkeypatch: pytest.Mo
     query, key, value = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
     expected = written_out(query, key, value, [0, tokens])
     attention = SDPACoreAttention(SimpleNamespace(**CONFIG), layer_number=1, attn_mask_type=None, attention_type="self")
-    monkeypatch.setattr("megatron_dppo_megatron_cpu.attention._MASK_SIZE", 40 * tokens)
+    monkeypatch.setattr("megatron_dppo_megatron_cpu.attention.MASK_SIZE", 40 * tokens)
     results, largest = [], 0
     for quarters in ((0, 3), (1, 2)):
         positions = torch.cat([torch.arange(i * quarter, (i + 1) * quarter) for i in quarters])

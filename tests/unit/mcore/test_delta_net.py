@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from megatron_dppo.hf.folder import weight_shapes
-from megatron_dppo.mcore.delta_rule import TORCH_KERNELS, _l2_norm, delta_rule
+from megatron_dppo.mcore.delta_rule import TORCH_KERNELS, delta_rule, l2_norm
 from megatron_dppo.policy.packed import attention_length
 from megatron_dppo_megatron_cpu.attention import PackedRow
 from megatron_dppo_megatron_cpu.layers import rms_norm
@@ -41,7 +41,7 @@ def test_the_rule_by_chunks_is_the_rule_token_by_token(tokens: int, forgets: flo
         parts = inputs(tokens, forgets=forgets)
         q, k, v, decay, beta = parts
         if by_chunks:
-            q, k = (_l2_norm(x).repeat_interleave(2, 2) for x in (q, k))
+            q, k = (l2_norm(x).repeat_interleave(2, 2) for x in (q, k))
             output = delta_rule(q, k, v, decay, beta)
         else:
             output, _ = recurrent_rule(q, k, v, decay, beta)
@@ -114,8 +114,8 @@ def test_the_convolution_of_a_row_is_that_of_each_sequence() -> None:
 def test_padding_on_the_right_changes_nothing_before_it() -> None:
     q, k, v, decay, beta = inputs(90, forgets=0.1)
     k, q = k.repeat_interleave(2, 2), q.repeat_interleave(2, 2)
-    whole = delta_rule(q, _l2_norm(k), v, decay, beta)
-    short = delta_rule(*(x[:, :70] for x in (q, _l2_norm(k), v, decay, beta)))
+    whole = delta_rule(q, l2_norm(k), v, decay, beta)
+    short = delta_rule(*(x[:, :70] for x in (q, l2_norm(k), v, decay, beta)))
     assert torch.allclose(whole[:, :70], short, rtol=1e-12, atol=1e-12)
 
 

@@ -70,5 +70,5 @@ def test_any_order_of_overflows_gives_the_scale_of_megatron(hysteresis: int) -> 
 
 def test_loss_scale_keys_need_fp16() -> None:
     assert configs.config(model={"path": "m", "dtype": "fp16"}, optimizer={"initial_loss_scale": 4.0})
-    with pytest.raises(ConfigError, match=r"optimizer\.hysteresis has no effect with model\.dtype = 'bf16'"):
+    with pytest.raises(ConfigError, match=r"optimizer\.hysteresis .*model\.dtype = 'bf16'"):
         configs.config(optimizer={"hysteresis": 3})

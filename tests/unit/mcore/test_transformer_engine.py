@@ -49,7 +49,7 @@ BROKEN = {
 def test_a_broken_package_is_an_error_with_the_versions_and_the_fix(install: Path, case: str) -> None:
     pytorch, init = BROKEN[case]
     package(install, pytorch, init)
-    with pytest.raises(UserError, match=r"cannot be used.*torch \d.*, CUDA .*pip install .*pip uninstall") as raised:
+    with pytest.raises(UserError, match=r"torch \d.*, CUDA .*pip uninstall") as raised:
         has_transformer_engine()
     assert str(raised.value.__cause__) in str(raised.value)
 
@@ -102,7 +102,7 @@ def test_fp32_with_context_parallelism_has_no_attention_with_it() -> None:
 
 
 def test_windows_with_context_parallelism_need_an_exchange_over_heads() -> None:
-    with pytest.raises(ConfigError, match=r"cp_comm_type = None.*windows or attention sinks.*cp_comm_type = 'a2a'"):
+    with pytest.raises(ConfigError, match=r"cp_comm_type = None.*'a2a'"):
         check_attention_support("bf16", 2, transformer_engine=True, windows=True)
     check_attention_support("bf16", 2, transformer_engine=True, windows=True, cp_comm_type="a2a")
     check_attention_support("bf16", 1, transformer_engine=True, windows=True)

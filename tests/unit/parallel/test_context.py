@@ -23,5 +23,5 @@ def test_the_ranks_share_a_row_without_rest_and_with_equal_causal_work() -> None
 
 
 def test_a_sequence_that_does_not_divide_is_named() -> None:
-    with pytest.raises(ValueError, match=r"Sequence 1 of the packed row has 6 tokens; .* over 2 ranks needs a multip"):
+    with pytest.raises(ValueError, match=r"6 tokens; .* over 2 ranks"):
         zigzag_index(torch.tensor([0, 8, 14]), 0, 2)

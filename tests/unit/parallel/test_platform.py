@@ -24,7 +24,7 @@ def test_each_local_rank_takes_its_own_cuda_device_over_nccl(monkeypatch: pytest
     platform = Platform.detect(1)
     assert platform.device == torch.device("cuda", 1) and platform.backend == "nccl" and platform.is_cuda
     assert chosen == [platform.device]
-    with pytest.raises(ConfigError, match=r"local rank 2 has no CUDA device: 2 are visible .*--nproc-per-node"):
+    with pytest.raises(ConfigError, match=r"local rank 2 .*2 are"):
         Platform.detect(2)
 
 

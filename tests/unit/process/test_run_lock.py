@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_dppo.errors import ConfigError
+from megatron_dppo.process import lock as lock_module
 from megatron_dppo.process.lock import LOCK, FolderLock, this_process
 
 ROOT = Path(__file__).parents[3]
@@ -57,7 +57,7 @@ def test_a_second_run_is_rejected_until_the_owner_has_exited(tmp_path: Path, hol
     for stopped in (False, True):
         if stopped:
             holder.send_signal(signal.SIGSTOP)
-        with pytest.raises(ConfigError, match=rf"in use by another run: process {holder.pid} on .*delete .*{LOCK}"):
+        with pytest.raises(ConfigError, match=f"process {holder.pid} on .*{LOCK}"):
             FolderLock(tmp_path)
     holder.kill()
     holder.wait()  # its child lives on
@@ -124,21 +124,22 @@ def test_one_of_two_processes_gets_the_folder_of_a_dead_owner_on_another_machine
     """Reading the file releases the kernel's lock, which the other process then gets."""
     owner = {"host": "node7", "machine": "another", "pid": 5, "born": "9"}
     (tmp_path / LOCK).write_text(json.dumps(owner))
-    is_alive, rivals = FolderLock._is_alive, []
+    read, rivals = lock_module.read_regular_file, []
     code = (
         "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
     )
 
-    def watch(self: FolderLock, owner: dict[str, Any], seconds: float) -> bool:
-        alive = is_alive(self, owner, seconds)
-        command = [sys.executable, "-c", code, str(tmp_path / LOCK)]
-        rivals.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        assert rivals[0].stdout.readline() == "1\n"
-        return alive
+    def read_and_lose(path: Path) -> bytes:
+        data = read(path)
+        if not rivals:
+            command = [sys.executable, "-c", code, str(path)]
+            rivals.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            assert rivals[0].stdout.readline() == "1\n"
+        return data
 
-    monkeypatch.setattr(FolderLock, "_is_alive", watch)
+    monkeypatch.setattr(lock_module, "read_regular_file", read_and_lose)
     try:
-        with pytest.raises(ConfigError, match="in use by another run"):
+        with pytest.raises(ConfigError, match="in use by"):
             FolderLock(tmp_path, watch_seconds=0.1)
     finally:
         rivals[0].communicate("\n")
@@ -163,7 +164,7 @@ def test_only_an_earlier_attempt_of_the_same_job_is_replaced(tmp_path: Path, mon
         for job, number in (("13", "2"), ("12", "1"), ("12", "0"), (None, None)):
             for name, value in (("SLURM_JOB_ID", job), ("SLURM_RESTART_COUNT", number)):
                 monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-            with pytest.raises(ConfigError, match=f"in use by another run: process {old.pid} on"):
+            with pytest.raises(ConfigError, match=f"process {old.pid} on"):
                 FolderLock(tmp_path)
         assert old.poll() is None
         monkeypatch.setenv("SLURM_JOB_ID", "12")
@@ -182,15 +183,15 @@ def test_a_file_that_its_owner_deletes_before_it_is_locked_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / LOCK).touch()
-    try_lock, calls = FolderLock._try_lock, []
+    lockf, calls = fcntl.lockf, []
 
-    def delete_and_lock(self: FolderLock) -> bool:
+    def delete_and_lock(file: int, operation: int) -> None:
         calls.append(1)
         if len(calls) == 1:
-            self.path.unlink()
-        return try_lock(self)
+            (tmp_path / LOCK).unlink()
+        lockf(file, operation)
 
-    monkeypatch.setattr(FolderLock, "_try_lock", delete_and_lock)
+    monkeypatch.setattr(fcntl, "lockf", delete_and_lock)
     held = FolderLock(tmp_path)
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
     held.release()
@@ -240,15 +241,16 @@ def test_two_containers_of_one_machine_count_as_two_machines() -> None:
 
 
 def test_heartbeats_continue_after_a_failed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, failed = FolderLock._write_heartbeat, threading.Event()
+    pwrite, beats, failed = os.pwrite, [], threading.Event()
 
-    def fail_once(self: FolderLock) -> None:
-        if self._beats and not failed.is_set():
+    def fail_once(file: int, text: bytes, offset: int) -> int:
+        beats.append(text)
+        if len(beats) == 2:
             failed.set()
             raise OSError(errno.ENOSPC, "full")
-        write(self)
+        return pwrite(file, text, offset)
 
-    monkeypatch.setattr(FolderLock, "_write_heartbeat", fail_once)
+    monkeypatch.setattr(os, "pwrite", fail_once)
     lock = FolderLock(tmp_path, heartbeat_seconds=0.02)
     assert failed.wait(20)
     first, end = (tmp_path / LOCK).read_bytes(), time.monotonic() + 20

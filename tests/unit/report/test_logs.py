@@ -11,7 +11,7 @@ import pytest
 from megatron_dppo.errors import DataError
 from megatron_dppo.report.records import DAMAGED, metric_problem, read_metrics, read_records, set_damaged_lines_aside
 from megatron_dppo.run.evaluation import SAMPLES, sample_problem
-from megatron_dppo.run.session import _set_damaged_logs_aside
+from megatron_dppo.run.session import set_damaged_logs_aside
 
 METRICS = [{"step": step, "rollout/reward": step / 8, "train/kl": None} for step in range(6)]
 ANSWERS = [{"step": step, "prompt": "é?", "label": "1", "response": "two\n", "reward": 0.5} for step in range(6)]
@@ -32,7 +32,7 @@ def test_each_flipped_bit_costs_at_most_the_lines_that_it_touches(tmp_path: Path
             flipped = bytearray(content)
             flipped[position] ^= 1 << chance.randrange(8)
             (tmp_path / name).write_bytes(flipped)
-            notes = _set_damaged_logs_aside(tmp_path)
+            notes = set_damaged_logs_aside(tmp_path)
             lines = (tmp_path / name).read_bytes().splitlines(keepends=True)
             # A flipped line break joins two lines. The end of the file may look like a write that was interrupted.
             assert set(content.splitlines(keepends=True)) - set(lines) == set() or len(lines) >= 4

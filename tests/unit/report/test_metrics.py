@@ -209,7 +209,7 @@ def test_a_deleted_file_is_written_again_and_a_replaced_one_ends_the_run(
         assert capsys.readouterr().err.count("it is written again with its 1 records") == 1
         (folder / "other").write_text("of another program")
         (folder / "other").replace(sink.path)
-        with pytest.raises(ConfigError, match="replaced by another file"):
+        with pytest.raises(ConfigError, match="replaced by another"):
             sink.write(4, {"rollout/reward": 1.0})
         assert sink.path.read_text() == "of another program"
         sink.close()

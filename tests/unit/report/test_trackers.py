@@ -100,7 +100,7 @@ def test_trackers_are_started_once_and_continued(name: str, tmp_path: Path, monk
 
 
 def test_missing_packages_are_named_before_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"log.trackers = \['swanlab'\] needs swanlab: pip install swanlab"):
+    with pytest.raises(ConfigError, match=r"log.trackers = \['swanlab'\]"):
         require_sinks(LogConfig(tensorboard=False, trackers=["swanlab"]))
     assert open_trackers([], Path("."), RunLabels(project="p", name="n"), {}) == []
 

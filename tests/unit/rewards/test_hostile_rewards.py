@@ -249,7 +249,7 @@ def test_hostile_functions_affect_only_their_sample_in_batches(name: str, functi
 
 
 def test_an_endless_batch_is_rejected() -> None:
-    with pytest.raises(ValueError, match="expected 3 rewards for a batch of 3 samples, got more than 3"):
+    with pytest.raises(ValueError, match=r"3 rewards .*more than 3"):
         read_batch(iter(int, 1), 3)
 
 

@@ -261,7 +261,7 @@ def test_only_plain_data_crosses_the_sandbox_and_keeps_its_types() -> None:
         with pytest.raises(TypeError, match="use plain data"):
             encode(bad)
     for bad in ({"eval": "1"}, {"list": [1], "x": 1}, [1]):
-        with pytest.raises(ValueError, match="not an encoded value"):
+        with pytest.raises(ValueError, match="encoded value"):
             decode(bad)
     tests = "import math as m\nfor i in range(3):\n    assert f(i) == m.floor(g(i)) + len([j for j in (i,)])"
     assert solution_names(tests) == {"f", "g"}
@@ -547,11 +547,11 @@ def test_a_machine_without_namespaces_is_rejected_unless_the_network_is_allowed(
         return "unshare: Operation not permitted" if sandbox.namespaces else ""
 
     monkeypatch.setattr(code, "probe", refuses)
-    with pytest.raises(RewardError, match=r"which this machine refuses: unshare: .*options.network = 'allowed'"):
+    with pytest.raises(RewardError, match=r"options.network = 'allowed'"):
         Code(CodeOptions(), "reward")
     assert not Code(CodeOptions(network="allowed"), "reward")._sandbox.namespaces
     monkeypatch.setattr(code, "probe", lambda sandbox: "no")
-    with pytest.raises(RewardError, match="programs cannot be run on this machine: no"):
+    with pytest.raises(RewardError, match="programs cannot be"):
         Code(CodeOptions(network="allowed"), "reward")
     with pytest.raises(RewardError, match=r"options.python = '/nowhere'.*does not run"):
         Code(CodeOptions(python="/nowhere"), "reward")
@@ -564,9 +564,9 @@ def test_a_limit_that_the_start_of_python_exceeds_is_no_reason_to_run_without_na
 
 
 def test_its_limits_and_labels_are_checked_at_the_start() -> None:
-    with pytest.raises(RewardError, match=r"total_seconds = 9 must be at least 2 s below timeout_seconds = 10"):
+    with pytest.raises(RewardError, match=r"total_seconds = 9 .*timeout_seconds = 10"):
         open_scorer(config(reward={"function": "code", "options": {"total_seconds": 9.0}}))
-    with pytest.raises(RewardError, match="compares answers with labels"):
+    with pytest.raises(RewardError, match="answers with labels"):
         open_scorer(config(data={"label_key": ""}, reward={"function": "code"}))
     settings = {"function": "code", "options": {"tests_key": "tests"}}
     open_scorer(config(data={"label_key": ""}, reward=settings)).close()

@@ -148,9 +148,7 @@ def test_a_hanging_batch_is_split_until_the_bad_sample_is_alone(functions: Path)
 
 def test_a_list_of_another_length_is_retried_in_halves_and_other_types_stop_the_run(functions: Path) -> None:
     assert [r.reward for r in run(f"{functions}:short", ["a", "b", "c"])] == [1.0, 1.0, 1.0]
-    with pytest.raises(
-        RewardError, match=r"all 2 samples; first error: TypeError: .*expected a list of rewards .*got 1\.0"
-    ):
+    with pytest.raises(RewardError, match=r"first error: TypeError: .*got 1\.0"):
         run(f"{functions}:whole", ["a", "b"])
 
 

@@ -123,7 +123,7 @@ def test_slime_gets_its_sample_with_status_and_length(tmp_path: Path) -> None:
     assert (sample.metadata, sample.response_length) == ({"hard": 1}, 3)
     assert sample.status is sample.Status.TRUNCATED and sample.status.value == "truncated"
     assert args.reward_key is None and getattr(args, "rm_url", "none") == "none"
-    with pytest.raises(AttributeError, match=r"args\.rm_url does not exist here.*\['reward_key'\]"):
+    with pytest.raises(AttributeError, match=r"args\.rm_url"):
         _ = args.rm_url
 
 

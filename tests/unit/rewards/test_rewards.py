@@ -188,7 +188,7 @@ def test_the_time_limit_of_a_sample_does_not_wait_for_other_samples(user_module:
 
 def test_a_function_that_fails_on_every_sample_stops_the_run_with_its_error(user_module: str) -> None:
     name = f"{user_module}:broken"
-    with pytest.raises(RewardError, match=rf"{name}.* all 3 samples; first error: KeyError: 'nothing works'"):
+    with pytest.raises(RewardError, match=f"{name}.*KeyError: 'nothing works'"):
         scored(name, [item("x"), item("y"), item("z")])
     assert not multiprocessing.active_children()
 
@@ -241,7 +241,7 @@ def test_importing_torch_does_not_count_against_the_time_limit(tmp_path: Path, m
 def test_a_reward_has_a_bounded_number_of_parts() -> None:
     parts = {f"part{i}": 1.0 for i in range(256)}
     assert read_reward({"score": 0.5, **parts, "answer": "text"}) == (0.5, parts)
-    with pytest.raises(ValueError, match="at most 256 parts that are numbers, got 257"):
+    with pytest.raises(ValueError, match="at most 256 parts"):
         read_reward({"score": 0.5, **parts, "one more": 0})
 
 

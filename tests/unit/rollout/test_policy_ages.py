@@ -80,7 +80,7 @@ def test_a_version_that_no_step_may_train_on_is_an_error() -> None:
         assert each.count_tokens_by_age(group(12)) == {0: 4}
         assert each.count_tokens_by_age(group(11)) == {1: 4}, "a skipped update does not make tokens older"
         for version in (10, 13, -1):
-            with pytest.raises(RuntimeError, match=f"policy version {version}, expected one of 11, 12"):
+            with pytest.raises(RuntimeError, match=f"version {version}, .*11, 12"):
                 each.count_tokens_by_age(group(version))
 
 

@@ -118,7 +118,7 @@ def test_failures_lengthen_the_back_off_until_a_success_and_then_anew() -> None:
 
         def fail() -> float:
             server.back_off_until = 0.0  # the earlier back-off is over
-            before = pool._now()
+            before = pool.now()
             pool._handle_error(server, overloaded)
             return round(server.back_off_until - before, 1)
 

@@ -251,7 +251,7 @@ def test_tables_and_tensors_in_any_field_survive_a_file(tmp_path: Path) -> None:
 def test_a_damaged_file_and_other_data_are_named(tmp_path: Path) -> None:
     numbers = Numbers()
     save_groups(tmp_path / "a", [StoredRollouts(0, numbers[0], group(0, (0.0, 1.0)))])
-    with pytest.raises(CheckpointError, match="prompt row:0 where the data now has row:1"):
+    with pytest.raises(CheckpointError, match=r"row:0 .*row:1"):
         load_groups(tmp_path / "a", lambda position: numbers[position + 1])
     (tmp_path / "b").write_bytes((tmp_path / "a").read_bytes()[:-5])
     for name in ("b", "absent"):

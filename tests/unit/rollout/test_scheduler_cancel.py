@@ -192,11 +192,11 @@ def test_a_reward_that_fails_for_a_group_costs_that_group_and_for_a_step_the_run
     settings = {"engine": "sglang"}
     (step,) = make(Turtle({}), Fails(lambda i: i == 1), staleness=1, rollout=settings).steps(1)
     assert [all(r.reward_failed for r in group.rollouts) for group in step.groups] == [False, True, False, False]
-    with pytest.raises(RewardError, match=r"reward\.function = 'math' failed on all 8 samples of a step"):
+    with pytest.raises(RewardError, match=r"reward\.function = 'math'"):
         make(Turtle({}), Fails(lambda i: True), staleness=1, rollout=settings).steps(1)
     # A rank with a single group has no other check.
     settings = {"engine": "sglang", "prompts_per_step": 1, "samples_per_prompt": 4}
-    with pytest.raises(RewardError, match=r"failed on all 4 samples of a step\. A warning above .* same command"):
+    with pytest.raises(RewardError, match=r"all 4 .*same command"):
         make(Turtle({}), Fails(lambda i: True), rollout=settings).steps(1)
 
 

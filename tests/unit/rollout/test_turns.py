@@ -142,7 +142,7 @@ def test_tool_tokens_are_excluded_from_loss_and_counts(run: Any) -> None:
         assert sample.labels[sample.loss_mask].tolist() == [7, 7, STOP, 7, 7, 7, END]
     metrics = {k: m.numerator / m.denominator for k, m in rollout_metrics(groups, samples).items()}
     assert metrics["dropped_token_fraction"] == 0 and metrics["given_token_fraction"] == 0.3
-    with pytest.raises(ValueError, match="1 entries of the loss mask for 2 response tokens"):
+    with pytest.raises(ValueError, match="loss mask for 2"):
         to_training_sample([1], [2, 3], None, 0.0, sampled=[True])
 
 

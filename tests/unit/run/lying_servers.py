@@ -20,7 +20,7 @@ from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.repeats import repeat_sums
 from megatron_dppo.run.guard_state import GuardState
 from megatron_dppo.types import Completion, FinishReason, Prompt, Rollout, RolloutGroup, VersionSpan
-from megatron_dppo_engines.sampling_sums import _sum_ranks
+from megatron_dppo_engines.sampling_sums import sum_ranks
 from tests.unit.configs import config
 from tests.unit.run.simulated_servers import _log_softmax as log_softmax
 
@@ -87,7 +87,7 @@ def judge(answers: Answers, state: GuardState, dtype: Dtype) -> str:
     num_tokens = len(answers.tokens)
     best = answers.reported.argmax(1)
     best_logprobs = answers.reported[np.arange(num_tokens), best]
-    ranks = _sum_ranks(answers.tokens.astype(np.int32), best[:, None].astype(np.int32), np.exp(best_logprobs)[:, None])
+    ranks = sum_ranks(answers.tokens.astype(np.int32), best[:, None].astype(np.int32), np.exp(best_logprobs)[:, None])
     groups = _groups(answers)
     repeats = repeat_sums(groups)
     collected = CollectedRollouts(

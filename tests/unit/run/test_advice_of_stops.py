@@ -109,7 +109,7 @@ def test_the_same_command_makes_the_file_that_a_full_disk_cut(write: Callable[[P
 def test_room_or_another_folder_is_enough_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = {tmp_path / "a": 10, tmp_path / "b": 1000}
     monkeypatch.setattr(disk, "free_bytes", lambda path: free[path])
-    with pytest.raises(DiskError, match="Free some space or choose another folder"):
+    with pytest.raises(DiskError, match="choose another folder"):
         require_space(tmp_path / "a", 100, "the run")
     require_space(tmp_path / "b", 100, "the run")
     free[tmp_path / "a"] = 1000
@@ -200,7 +200,7 @@ def take_over(run: Path, start_run: StartRun) -> Callable[[], object]:
     other = start_run(run)
 
     def make_sure_that_nothing_else_writes() -> None:
-        with pytest.raises(ConfigError, match="in use by another run"):
+        with pytest.raises(ConfigError, match="in use by"):
             FolderLock(run)
         other.terminate()
         other.wait(60)
@@ -329,8 +329,8 @@ def test_a_stop_by_the_guard_prints_the_broken_contracts_of_the_step_and_saves_n
 
     session.updater.step.side_effect = TrainingStopped("the rollouts of this step do not fit the policy")
     monkeypatch.setattr(loop, "make_samples", lambda *_, **__: [])
-    with pytest.raises(TrainingStopped, match="do not fit the policy"):
-        loop._train(session, stop, MagicMock(spec=TimeLimit))
+    with pytest.raises(TrainingStopped, match="fit the policy"):
+        loop.train_steps(session, stop, MagicMock(spec=TimeLimit))
     printed = capsys.readouterr().err
     assert all(f"servers  http://b{i}: expected 3 log-probabilities, got 2" in printed for i in range(20))
     assert session.state.step == 3, "the step is not counted"

@@ -152,7 +152,7 @@ def test_eval_leaves_no_output_behind_if_one_cannot_be_written(
         add_arguments(parser)
         options = parser.parse_args(["target", *(str(each) for item in files.items() for each in item)])
         make_full()
-        with pytest.raises(DiskError, match=r"start the same command again"):
+        with pytest.raises(DiskError, match="same command"):
             run_eval(options, [])
         assert not [file for file in files.values() if file.exists()]
         (folder / "filler").unlink(missing_ok=True)
@@ -164,7 +164,7 @@ def test_eval_leaves_no_output_behind_if_one_cannot_be_written(
 def test_two_outputs_of_eval_in_one_file_are_refused_before_the_evaluation(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    with pytest.raises(ConfigError, match="Fix: name two files"):
+    with pytest.raises(ConfigError, match="name two files"):
         run_eval(parser.parse_args(["target", "--json", f"{tmp_path}/x", "--answers", f"{tmp_path}/x"]), [])
 
 
@@ -188,16 +188,25 @@ def test_closing_the_log_on_a_full_disk_does_not_hide_another_error(tmp_path: Pa
 
 
 def test_the_error_of_a_full_device_has_the_message_of_the_kernel(tmp_path: Path) -> None:
-    with pytest.raises(DiskError, match="the disk is full"), disk_errors(Path("/dev/full"), "nothing"):
+    with pytest.raises(DiskError, match="disk is full"), disk_errors(Path("/dev/full"), "nothing"):
         Path("/dev/full").write_text("x")
 
 
 @pytest.mark.parametrize(
-    "number",
-    [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EMFILE, errno.ENAMETOOLONG],
+    ("number", "reason"),
+    [
+        (errno.ENOSPC, "the disk"),
+        (errno.EROFS, "read-only"),
+        (errno.EACCES, "no right to write"),
+        (errno.EDQUOT, "quota"),
+        (errno.EIO, "input/output"),
+        (errno.EFBIG, "ulimit -f"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENAMETOOLONG, "name is too long"),
+    ],
 )
 @pytest.mark.parametrize("wrap", ["plain", "cause", "text", "rust", "failures", "argument"])
-def test_the_cause_is_extracted_from_wrapped_errors(number: int, wrap: str, tmp_path: Path) -> None:
+def test_the_cause_is_extracted_from_wrapped_errors(number: int, reason: str, wrap: str, tmp_path: Path) -> None:
     cause = OSError(number, os.strerror(number))
     failed = type("CheckpointException", (BaseException,), {"failures": {0: (cause, "trace")}})
     errors: dict[str, BaseException] = {
@@ -211,7 +220,7 @@ def test_the_cause_is_extracted_from_wrapped_errors(number: int, wrap: str, tmp_
         if wrap == "cause":
             raise RuntimeError("saving failed") from cause
         raise errors[wrap]
-    assert disk._REASONS[number] in str(raised.value)
+    assert reason in str(raised.value)
 
 
 def test_a_library_error_without_a_cause_is_shown_in_one_line(tmp_path: Path) -> None:
@@ -231,7 +240,7 @@ def test_the_cause_is_extracted_from_the_context_and_cycles_end(tmp_path: Path) 
             raise OSError(errno.ENOSPC, "full")
         except OSError:
             raise RuntimeError("saving failed")  # noqa: B904
-    with pytest.raises(DiskError, match="the disk is full"), disk_errors(tmp_path, "it"):
+    with pytest.raises(DiskError, match="disk is full"), disk_errors(tmp_path, "it"):
         raise RuntimeError("worker", OSError(errno.ENOSPC, "in words of its own"))
     one, other = RuntimeError("one"), RuntimeError("other")
     one.__cause__, other.__cause__ = other, one
@@ -242,7 +251,7 @@ def test_the_cause_is_extracted_from_the_context_and_cycles_end(tmp_path: Path) 
 @pytest.mark.parametrize("text", ["PytorchStreamWriter failed writing file data/0", "unexpected pos 64 vs 0", None])
 def test_an_error_without_a_reason_says_so(text: str | None, tmp_path: Path) -> None:
     untold = type("CheckpointException", (BaseException,), {})("write")
-    with pytest.raises(DiskError, match="its library does not report"), disk_errors(tmp_path, "it"):
+    with pytest.raises(DiskError, match="does not report"), disk_errors(tmp_path, "it"):
         raise untold if text is None else RuntimeError(text)
 
 
@@ -252,7 +261,7 @@ def test_the_message_has_the_file_even_without_the_free_space(tmp_path: Path, mo
 
     monkeypatch.setattr(disk, "free_bytes", unreadable)
     with (
-        pytest.raises(DiskError, match=r"\(/other/file\): the disk is full \(its free space cannot be read"),
+        pytest.raises(DiskError, match=r"\(/other/file\): the disk"),
         disk_errors(tmp_path, "it"),
     ):
         raise OSError(errno.ENOSPC, "full", "/other/file")
@@ -275,7 +284,7 @@ def test_other_errors_pass(tmp_path: Path) -> None:
 def test_free_space_is_read_from_the_nearest_existing_parent(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk"):
         require_space(tmp_path / "disk/not/there", 1000, "a file")
-        with pytest.raises(DiskError, match=r"a model needs about 10.0 TB in .*not/there, but .* free"):
+        with pytest.raises(DiskError, match=r"a model needs about 10.0 TB"):
             require_space(tmp_path / "disk/not/there", 10**13, "a model")
     assert not (tmp_path / "disk/not").exists()
     assert [format_bytes(n) for n in (3, 1500, 2_000_000, 10**16)] == ["3 bytes", "1.5 kB", "2.0 MB", "10000.0 TB"]

@@ -70,14 +70,14 @@ def test_a_mean_of_older_tokens_has_no_limit_and_off_disables_the_guard() -> Non
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_dropped_tokens_stop_the_run_even_without_another_limit(on_policy: bool) -> None:
     guard(0.01, on_policy=on_policy)({"abs_prob_diff": 0.0})
-    with pytest.raises(TrainingStopped, match=r"100\.00% of the sampled tokens .*max_nonfinite_fraction = 0\.01"):
+    with pytest.raises(TrainingStopped, match=r"100\.00% of .*max_nonfinite_fraction = 0\.01"):
         guard(1.0, on_policy=on_policy)({"abs_prob_diff": 0.0})
     with pytest.raises(TrainingStopped, match=r"0\.20% of the sampled"):
         guard(0.002, train={"max_nonfinite_fraction": 0.001})({"abs_prob_diff": 0.0})
 
 
 def test_both_problems_are_reported_at_once() -> None:
-    with pytest.raises(TrainingStopped, match=r"(?s)50\.00% of the sampled.*by 0\.5 on average"):
+    with pytest.raises(TrainingStopped, match=r"(?s)50\.00% of .*by 0\.5 on"):
         guard(0.5)({"abs_prob_diff": 0.5})
 
 
@@ -277,7 +277,7 @@ def test_in_the_first_step_the_best_server_is_the_measure() -> None:
     # By itself it is below the limit of bf16: then the probe's measure of this server counts, and the dtype's.
     noisier = sums_of(LOG_MU, noisy(0.25))
     alone = {TokenSource("http://b", False): noisier}
-    with pytest.raises(TrainingStopped, match=r"allows 0\.02 \(5 times what the probe has measured"):
+    with pytest.raises(TrainingStopped, match=r"allows 0\.02 \(5 times what"):
         replace(guard(), history=GuardHistory(probed={"http://b": 0.002}))(METRICS, alone)
     assert replace(guard(), history=GuardHistory(probed={"http://b": 0.02}))(METRICS, alone) == {}
     # The engine in this process cannot lie.
@@ -320,7 +320,7 @@ def test_tokens_of_older_weights_are_compared_with_the_steps_before() -> None:
 
 def test_routes_of_one_wrong_layer_stop_the_run() -> None:
     guard()(METRICS | {"router_live_disagreement_max": 0.3})
-    with pytest.raises(TrainingStopped, match=r"in one layer the routers choose other experts .* 98%"):
+    with pytest.raises(TrainingStopped, match=r"choose other experts .* 98%"):
         guard()(METRICS | {"router_live_disagreement_max": 0.98})
     guard(on_policy=False)(METRICS | {"router_live_disagreement_max": 0.98})
 
@@ -347,7 +347,7 @@ def test_routes_are_judged_by_server(sections: dict[str, Any]) -> None:
         assert list(found) == ["http://x"] and "80% of the tokens" in found["http://x"]
     # All servers alike: the step is at fault, and the stop names all of them.
     everyone = {TokenSource(f"http://{name}", False): replace(routed(0.8), **tiny) for name in "ab"}
-    with pytest.raises(TrainingStopped, match=r"(?s)http://a: in one layer.*http://b: in one layer"):
+    with pytest.raises(TrainingStopped, match=r"(?s)http://a: .*layer.*http://b: .*layer"):
         replace(guard(**sections), history=GuardHistory())(quiet, everyone)
 
 
@@ -370,7 +370,7 @@ def test_a_step_with_too_many_wrong_routes_names_their_server_however_few_tokens
     # Without a server that is right the step stops as a whole.
     everyone = {TokenSource(f"http://{i}", False): few_rows([0.0, 0.15], rows) for i in range(5)}
     assert rows == 6 or everyone[TokenSource("http://0", False)].routes.excess(0.1) > 0
-    with pytest.raises(TrainingStopped, match=r"in one layer the routers .* 15%"):
+    with pytest.raises(TrainingStopped, match=r"layer the routers .* 15%"):
         replace(guard(**FP32), history=GuardHistory())(metrics | {"router_live_disagreement_max": 0.15}, everyone)
 
 
@@ -388,7 +388,7 @@ def test_routes_of_every_layer_add_up_over_the_steps() -> None:
 
 def test_a_stop_reports_all_that_the_step_knew() -> None:
     sums = {TokenSource("http://a", False): LIES["0.1 nats lower"][0]}
-    with pytest.raises(TrainingStopped, match=r"(?s)http://a: .*Rounding goes both ways.*50\.00% of the sampled"):
+    with pytest.raises(TrainingStopped, match=r"(?s)http://a: .*both ways.*50\.00%"):
         replace(guard(0.5), history=GuardHistory())(METRICS, sums)
 
 

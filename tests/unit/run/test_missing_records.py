@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.run.session import _missing_records
+from megatron_dppo.run.session import missing_records
 
 
 @pytest.mark.parametrize(
@@ -35,5 +35,5 @@ def test_a_resume_names_the_steps_without_a_record(
     file = tmp_path / "metrics.jsonl"
     if recorded is not None:
         file.write_text("".join(json.dumps({"step": each}) + "\n" for each in recorded))
-    note = _missing_records(tmp_path, step)
+    note = missing_records(tmp_path, step)
     assert note == "" if not words else note.startswith(f"warning  {file} has no record of {words}: "), note

@@ -13,9 +13,9 @@ from megatron_dppo.errors import CheckpointError, ConfigError
 from megatron_dppo.files import read_regular_file
 from megatron_dppo.mcore.checkpoint.folder import read_state
 from megatron_dppo.process.marker import MARKER, read_marker
-from megatron_dppo.run.conversion import _read_lora_config
+from megatron_dppo.run.conversion import read_lora_config
 from megatron_dppo.run.evaluation import read_sample_responses
-from megatron_dppo.setup.run_folder import _move_aside
+from megatron_dppo.setup.run_folder import move_aside
 from megatron_dppo.setup.starts import read_starts
 
 
@@ -57,7 +57,7 @@ def test_a_linked_folder_of_old_runs_is_refused(tmp_path: Path) -> None:
     marker = read_marker(run)
     assert marker is not None
     with pytest.raises(ConfigError, match="is a link"):
-        _move_aside(run, marker)
+        move_aside(run, marker)
     assert (run / "metrics.jsonl").exists() and not list(outside.iterdir())
 
 
@@ -82,4 +82,4 @@ def test_other_state_files_name_the_file(tmp_path: Path) -> None:
     for lora in (3, {"rank": "x"}, {"rank": 10**30, "unknown": 1}, []):
         (tmp_path / "state.json").write_text(json.dumps({"config": {"lora": lora}}))
         with pytest.raises(CheckpointError, match=r"config\.lora"):
-            _read_lora_config(tmp_path)
+            read_lora_config(tmp_path)

@@ -11,7 +11,7 @@ from megatron_dppo.config.io import load_config
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.setup import run_folder
-from megatron_dppo.setup.run_folder import _is_finished
+from megatron_dppo.setup.run_folder import is_finished
 
 EXAMPLE = Path(__file__).parents[3] / "examples/chain_sum/dppo.toml"
 
@@ -41,7 +41,7 @@ def test_every_0_never_evaluates_or_saves_early() -> None:
     assert not any(config("--eval.every", "0").eval.is_due(step, 7) for step in range(8))
     assert config("--checkpoint.save_every", "0").checkpoint.save_every == 0
     for overrides in (["--eval.every", "0"], ["--data.eval", "null"]):
-        with pytest.raises(ConfigError, match=r"checkpoint.keep_best = true with .*: nothing is evaluated"):
+        with pytest.raises(ConfigError, match=r"checkpoint.keep_best = true"):
             config("--checkpoint.keep_best", "true", *overrides)
     with pytest.raises(ConfigError, match=r"eval\.every"):
         config("--eval.every", "-1")
@@ -64,4 +64,4 @@ def test_a_run_ends_when_it_is_solved_or_at_its_last_step(
     state = {"step": step, "best": best, "config": {"run": {"num_steps": 9}, "eval": evaluation}}
     monkeypatch.setattr(run_folder, "checkpoints", lambda _: [Path("step_000003")])
     monkeypatch.setattr(run_folder, "read_state", lambda _: state)
-    assert _is_finished(Path("run")) is over
+    assert is_finished(Path("run")) is over

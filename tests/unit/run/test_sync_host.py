@@ -7,17 +7,18 @@ import socket
 
 import pytest
 
-from megatron_dppo.commands.serve import _network_variables
+from megatron_dppo.commands.serve import network_variables
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.serving.nodes import ServerNode
 from megatron_dppo.parallel import network
-from megatron_dppo.setup.preflight import Start, _sync_host
+from megatron_dppo.setup.preflight import CHECKS, Start
 from megatron_dppo.setup.server_checks import find_sync_host_problem
 from tests.unit import configs
 
 REMOTE = "http://198.51.100.7:30000"
 """an address that no machine has (RFC 5737)"""
 LOCAL = "http://127.0.0.1:30000"
+(SYNC_HOST,) = (check for check in CHECKS if check.name == "address of rank 0")
 
 
 def config(host: str, *urls: str, method: str = "distributed") -> Config:
@@ -57,8 +58,8 @@ def test_what_can_work_is_let_through() -> None:
 
 def test_a_dry_run_which_may_be_on_another_machine_only_notes_it() -> None:
     start = Start(config("127.0.0.1", REMOTE), 1, dry_run=True)
-    assert list(_sync_host(start)) == [] and REMOTE in start.notes[0]
-    (error,) = _sync_host(Start(config("127.0.0.1", REMOTE), 1))
+    assert list(SYNC_HOST.find(start)) == [] and REMOTE in start.notes[0]
+    (error,) = SYNC_HOST.find(Start(config("127.0.0.1", REMOTE), 1))
     assert REMOTE in str(error)
 
 
@@ -74,7 +75,7 @@ def test_servers_use_the_interface_of_their_address(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(network, "find_interface", {"10.0.0.1": "ib0"}.get)
 
     def variables(host: str, method: str = "distributed", node: ServerNode | None = None) -> dict[str, str]:
-        return _network_variables(
+        return network_variables(
             configs.config(
                 rollout={"engine": "vllm", "servers": {"host": host}, "weight_sync": {"method": method}}
             ).rollout,

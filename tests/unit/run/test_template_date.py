@@ -18,6 +18,7 @@ from megatron_dppo.process.marker import MARKER, Marker, first_start, new_marker
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RunInfo
 from megatron_dppo.rewards.functions import load
 from megatron_dppo.run.offline import single_prompt_template
+from megatron_dppo.setup import run_folder
 from megatron_dppo.setup.inputs import PromptReader
 from megatron_dppo.setup.run_folder import template_time
 from megatron_dppo_agents.template import ChatTemplate
@@ -86,12 +87,17 @@ def test_a_template_that_draws_at_random_is_refused(tokenizer: Any, draw: str) -
     ChatOptions().check(tokenizer)
 
 
+def set_time(monkeypatch: pytest.MonkeyPatch, now: datetime) -> None:
+    for module in (marker_module, run_folder):
+        monkeypatch.setattr(module, "process_time", lambda: now)
+
+
 def test_the_first_start_is_recorded_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marker_module, "_process_time", lambda pid: NOON)
+    set_time(monkeypatch, NOON)
     assert first_start(tmp_path) == NOON
     write_marker(tmp_path, new_marker())
     tomorrow = datetime(2026, 3, 6, 1, 0, 0)
-    monkeypatch.setattr(marker_module, "_process_time", lambda pid: tomorrow)
+    set_time(monkeypatch, tomorrow)
     assert first_start(tmp_path) == NOON
     assert template_time(config(run={"output_dir": str(tmp_path)}).run) == NOON
     moved = config(run={"output_dir": str(tmp_path), "overwrite": True})
@@ -116,7 +122,7 @@ def test_prompts_of_a_run_are_those_of_its_first_start(
     data.write_text(json.dumps({"prompt": CHAT, "label": "2"}) + "\n")
     settings = config(run={"output_dir": str(tmp_path / "run")}, data={"train": str(data), "eval": None})
     (tmp_path / "run").mkdir()
-    monkeypatch.setattr(marker_module, "_process_time", lambda pid: NOON)
+    set_time(monkeypatch, NOON)
 
     def prompts(**settings_of_reader: Any) -> Any:
         return PromptReader(settings, tokenizer, 256, **settings_of_reader).read(str(data), "train", "train")
@@ -124,7 +130,7 @@ def test_prompts_of_a_run_are_those_of_its_first_start(
     first = prompts()
     assert first[0].text == "05+12+09+1+1="
     write_marker(tmp_path / "run", new_marker())
-    monkeypatch.setattr(marker_module, "_process_time", lambda pid: datetime(2027, 1, 1))
+    set_time(monkeypatch, datetime(2027, 1, 1))
     again = prompts()
     assert (again[0].text, again.fingerprint()) == (first[0].text, first.fingerprint())
     assert prompts(now=datetime(2027, 1, 1))[0].text == "01+00+00+1+1="

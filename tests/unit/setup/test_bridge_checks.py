@@ -32,7 +32,7 @@ def exaone() -> Any:
 
 
 def test_a_model_without_a_family_is_read_with_megatron_bridge_alone() -> None:
-    with pytest.raises(CheckpointError, match=r"'exaone4' has no mapping.*model.provider = 'megatron-bridge' has more"):
+    with pytest.raises(CheckpointError, match=r"'exaone4' has .*'megatron-bridge'"):
         model_shape(exaone())
     hf_config = mark_bridged(exaone())
     shape = model_shape(hf_config)
@@ -91,10 +91,10 @@ def test_the_start_reports_them_with_the_folder(tmp_path: Path) -> None:
 
 def test_without_gpus_or_the_package_it_says_what_is_missing() -> None:
     settings, platform = config(model=PROVIDED).model, Platform.detect(force_cpu=True)
-    with pytest.raises(ConfigError, match=r"'exaone4'.*Transformer Engine.*Fix: run it on GPUs"):
+    with pytest.raises(ConfigError, match=r"'exaone4'.*Transformer Engine"):
         provider_config(mark_bridged(exaone()), settings, ONE_RANK, platform)
     if importlib.util.find_spec("megatron.bridge") is None:
-        with pytest.raises(ConfigError, match=r"needs the package megatron-bridge.*Fix: pip install"):
+        with pytest.raises(ConfigError, match="package megatron-bridge"):
             provider_config(AutoConfig.for_model("qwen3_moe"), settings, ONE_RANK, platform)
 
 

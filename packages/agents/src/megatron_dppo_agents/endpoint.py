@@ -34,7 +34,7 @@ from megatron_dppo_conversations.formats.json_values import inflate, parse_json
 T = TypeVar("T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _PROTOCOLS = (CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, GENERATE)
-_TRANSFER_SECONDS = 30.0
+TRANSFER_SECONDS = 30.0
 """Time in which a body must arrive, and in which a response must be read."""
 _REWARD_NOT_TAKEN = (
     "the run computes the reward of this episode itself; set agent.reward = 'call' to let the program give it"
@@ -161,7 +161,7 @@ class Endpoint:
                 return web.json_response(protocol.body(response))
             # The response is already complete; the stream is only the format that the client asked for.
             stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-            async with asyncio.timeout(_TRANSFER_SECONDS):
+            async with asyncio.timeout(TRANSFER_SECONDS):
                 try:
                     await stream.prepare(request)
                     for event in protocol.events(response):
@@ -235,14 +235,14 @@ class Endpoint:
     async def _read_body(self, request: web.Request) -> Callable[[], object]:
         """Receive a body, and return a function that inflates and parses it."""
         try:
-            async with asyncio.timeout(_TRANSFER_SECONDS):
+            async with asyncio.timeout(TRANSFER_SECONDS):
                 content = await request.read()
         except TimeoutError as error:
-            raise CallError(f"the body did not arrive within {_TRANSFER_SECONDS:g} seconds", 408, "timeout") from error
+            raise CallError(f"the body did not arrive within {TRANSFER_SECONDS:g} seconds", 408, "timeout") from error
         except web.RequestPayloadError as error:
             raise CallError(f"the body cannot be read: {error!s:.200}") from error
         encoding = request.headers.get("Content-Encoding", "")
-        return lambda: _parse_body(content, encoding, self._max_body_bytes)
+        return lambda: parse_body(content, encoding, self._max_body_bytes)
 
 
 def _is_trained(request: web.Request) -> bool:
@@ -284,7 +284,8 @@ async def _run_in_episode_loop(episode: Episode, coroutine: Coroutine[Any, Any, 
         raise error_at_end from error
 
 
-def _parse_body(content: bytes, encoding: str, max_bytes: int) -> object:
+def parse_body(content: bytes, encoding: str, max_bytes: int) -> object:
+    """Return the JSON of a request body of at most ``max_bytes`` bytes when decompressed."""
     try:
         return parse_json(inflate(content, encoding, max_bytes))
     except OverflowError as error:

@@ -48,7 +48,7 @@ class EnvironmentAgent:
         self._config = config
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._process: _EnvironmentProcess | None = None
+        self._process: EnvironmentProcess | None = None
 
     async def run(self, task: AgentTask) -> AgentExit:
         """See ``runner.Agent``. The task of the data row is named by its column ``task``."""
@@ -94,16 +94,16 @@ class EnvironmentAgent:
                 self._process.close()
                 self._process = None
 
-    def _started(self) -> _EnvironmentProcess:
+    def _started(self) -> EnvironmentProcess:
         with self._lock:
             if self._process is None or self._process.has_ended:
                 if self._process is not None:
                     self._process.close()  # ends programs that it left behind
-                self._process = _EnvironmentProcess(self._config)
+                self._process = EnvironmentProcess(self._config)
             return self._process
 
 
-class _EnvironmentProcess:
+class EnvironmentProcess:
     """The process and its pipes; a thread reads its replies."""
 
     def __init__(self, config: AgentConfig) -> None:
@@ -146,6 +146,7 @@ class _EnvironmentProcess:
             raise GenerateError(f"{self._name} cannot be used: {reply['error']}")
 
     def tasks(self) -> list[dict[str, Any]]:
+        """Return the tasks as rows of data."""
         self.send({"tasks": True})
         rows: list[dict[str, Any]] = self._tasks.result(_START_SECONDS)["tasks"]
         return rows
@@ -161,6 +162,7 @@ class _EnvironmentProcess:
         return future
 
     def send(self, fields: Mapping[str, Any]) -> None:
+        """Write a message to the process."""
         assert self._process.stdin is not None
         # The process may have ended; its reader fails the episodes then.
         with self._write_lock, suppress(OSError, ValueError):
@@ -168,6 +170,7 @@ class _EnvironmentProcess:
             self._process.stdin.flush()
 
     def close(self) -> None:
+        """Close the input of the process and wait for its end."""
         with suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()

@@ -12,9 +12,9 @@ from aiohttp import web
 from megatron_dppo_agents.connections import ConnectionLimit, reserve_descriptors
 from megatron_dppo_agents.loopback_network import LoopbackNetwork
 
-_IDLE_SECONDS = 60.0
+IDLE_SECONDS = 60.0
 """Time until a request's headers must be complete, and for which a connection stays open between two calls."""
-_LINGER_SECONDS = 2.0
+LINGER_SECONDS = 2.0
 """Time for which the rest of a rejected body is read and dropped, so that the client reads the error."""
 _MAX_HEADERS = 64
 _MAX_HEADER_BYTES = 2048
@@ -36,8 +36,8 @@ class LimitedServer:
             access_log=None,
             logger=_logger,
             shutdown_timeout=1.0,
-            keepalive_timeout=_IDLE_SECONDS,
-            lingering_time=_LINGER_SECONDS,
+            keepalive_timeout=IDLE_SECONDS,
+            lingering_time=LINGER_SECONDS,
             max_line_size=_MAX_HEADER_BYTES,
             max_field_size=_MAX_HEADER_BYTES,
             max_headers=_MAX_HEADERS,

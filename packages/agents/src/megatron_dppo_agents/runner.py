@@ -24,11 +24,11 @@ from megatron_dppo_conversations.formats.json_values import parse_json
 
 T = TypeVar("T")
 _LAUNCHER = str(Path(__file__).with_name("launcher.py"))
-_OUTPUT_SECONDS = 2.0
+OUTPUT_SECONDS = 2.0
 """Time to wait for the remaining output of a program that has exited."""
 _MAX_OUTPUT = 2000
 """Last bytes of a program's output that an error message shows."""
-_ENVIRONMENT = (
+INHERITED_VARIABLES = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "LANG", "LANGUAGE", "TZ"),
     *("PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
 )
@@ -75,7 +75,7 @@ class AgentExit:
 
 def program_variables(pass_env: Collection[str]) -> dict[str, str]:
     """Return the environment variables of the trainer that a program gets."""
-    names = {*_ENVIRONMENT, *pass_env}
+    names = {*INHERITED_VARIABLES, *pass_env}
     return {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
 
 
@@ -198,7 +198,7 @@ async def run_program(
         try:
             await protocol.exited
             with suppress(TimeoutError):  # a child process that is still running may hold the output open
-                await asyncio.wait_for(streams, _OUTPUT_SECONDS)
+                await asyncio.wait_for(streams, OUTPUT_SECONDS)
         finally:
             streams.cancel()
             await asyncio.wait([streams])

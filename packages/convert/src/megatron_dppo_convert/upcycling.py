@@ -113,7 +113,7 @@ def _upcycled_weights(
         elif name in dtypes:
             yield name, weights[name]
         else:
-            yield name, _new_weight(name, shape, settings.seed).to(_dtype_beside(name, dtypes))
+            yield name, new_weight(name, shape, settings.seed).to(_dtype_beside(name, dtypes))
 
 
 def _expert_weight(dense: Tensor, name: str, settings: Upcycling) -> Tensor:
@@ -124,7 +124,7 @@ def _expert_weight(dense: Tensor, name: str, settings: Upcycling) -> Tensor:
     return weight.add(noise, alpha=settings.noise * float(weight.std())).to(dense.dtype)
 
 
-def _new_weight(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+def new_weight(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """Return a weight that the dense model does not have.
 
     The output of the shared expert is zero because its down projection is. Its other projections are random, so that

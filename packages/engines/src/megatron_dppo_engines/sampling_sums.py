@@ -64,10 +64,10 @@ def rank_sums(generation: Generation, request: GenerateRequest) -> RankSums:
         logprobs = echo.best_logprobs[:, None]
     else:
         return RankSums()
-    return _sum_ranks(generation.token_ids.numpy(), ids, np.exp(logprobs.astype(np.float64)))
+    return sum_ranks(generation.token_ids.numpy(), ids, np.exp(logprobs.astype(np.float64)))
 
 
-def _sum_ranks(sampled: NDArray[np.int32], ids: NDArray[np.int32], probabilities: NDArray[np.float64]) -> RankSums:
+def sum_ranks(sampled: NDArray[np.int32], ids: NDArray[np.int32], probabilities: NDArray[np.float64]) -> RankSums:
     """Return the sums for tokens [R] and their K most probable tokens, the best first, with probabilities, [R, K]."""
     below = np.cumsum(probabilities, axis=1)
     remaining = np.maximum(1.0 - below[:, -1:], 0.0)

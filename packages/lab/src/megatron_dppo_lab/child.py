@@ -79,7 +79,7 @@ def make_base(task: str, seed: int, num_steps: int | None, target: str) -> None:
         target: Folder to create.
     """
     folder = Path(f"{target}.partial")
-    _prepare_process(folder)
+    prepare_process(folder)
     start_time = time.perf_counter()
     made = folder / "base"
     if task_files(task) is not None:
@@ -104,12 +104,12 @@ def make_row(run: GridRun, base: str, folder: str, row: str, records: RunRecords
     The work ``folder`` is removed at the end. Without ``records`` only the row is kept.
     """
     work_folder = Path(folder)
-    _prepare_process(work_folder)
+    prepare_process(work_folder)
     start_time = time.perf_counter()
     run_values: dict[str, Any] = {"model": {"path": base}}
     if records is not None:
         run_values["log"] = {"rollouts_every": records.rollouts_every}
-    config, error = _train(run.task, run.settings, work_folder / "run", run_values)
+    config, error = train_run(run.task, run.settings, work_folder / "run", run_values)
     curves = read_curves(work_folder / "run" / "metrics.jsonl")
     steps = curves.get("rollout/reward", [])
     if not error and len(steps) < config.run.num_steps:
@@ -157,7 +157,7 @@ def read_curves(metrics: Path) -> dict[str, list[float | None]]:
     return {name: [record[name] for record in records if record.get(name) is not None] for name in sorted(names)}
 
 
-def _train(task: str, settings: Settings, folder: Path, paths: Mapping[str, Any]) -> tuple[Config, str]:
+def train_run(task: str, settings: Settings, folder: Path, paths: Mapping[str, Any]) -> tuple[Config, str]:
     """Run the trainer. Return the configuration and the error that stopped the run, usually empty."""
     from megatron_dppo.run.loop import run as train
 
@@ -174,7 +174,7 @@ def _train(task: str, settings: Settings, folder: Path, paths: Mapping[str, Any]
     return config, ""
 
 
-def _prepare_process(folder: Path) -> None:
+def prepare_process(folder: Path) -> None:
     """Create an empty work folder, redirect output to its log, and exit with the command."""
     # The garbage collector need not look at what the fork server imported: each full collection would take a third of a
     # second, and copy the pages that the processes share.

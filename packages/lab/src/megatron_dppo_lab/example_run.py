@@ -74,7 +74,7 @@ def run_example(
     require_extra("examples")
     model = example.make_model(seed)
     processes = processes or example.processes
-    _link(model, MODELS / name)
+    link_model(model, MODELS / name)
     settings = ["--run.output_dir", str(output), "--run.overwrite", "true", "--run.seed", str(seed)]
     if example.is_bf16 and not has_fast_bf16():
         _print("model    bf16 is not faster on this CPU: training in fp32, about twice as long")
@@ -99,7 +99,7 @@ def _print(line: str) -> None:
     print(line, flush=True)
 
 
-def _link(model: Path, link: Path) -> None:
+def link_model(model: Path, link: Path) -> None:
     """Point ``link`` to the model, unless the user has put something else there."""
     if link.resolve() == model.resolve():
         return

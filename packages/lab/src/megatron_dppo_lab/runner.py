@@ -62,16 +62,16 @@ def execute_runs(
         require_modelopt(form)
     if missing:
         quantized = any(run.weights != "none" for run in missing)
-        _execute_jobs(_jobs(store, missing, rollouts_every), jobs, print_line, quantized=quantized)
+        execute_jobs(list_jobs(store, missing, rollouts_every), jobs, print_line, quantized=quantized)
     return rows | store.read(missing)
 
 
 def make_base_at(store: Store, run: GridRun, target: Path, print_line: Callable[[str], None]) -> None:
     """Train the base model of a run into ``target``, even if the store or the package has one."""
-    _execute_jobs([_base_job(store, run, target)], 1, print_line)
+    execute_jobs([_base_job(store, run, target)], 1, print_line)
 
 
-def _jobs(store: Store, runs: Sequence[GridRun], rollouts_every: int | None) -> list[_Job]:
+def list_jobs(store: Store, runs: Sequence[GridRun], rollouts_every: int | None) -> list[_Job]:
     """Return a job for each missing base model, followed by the runs that start from it."""
     groups: dict[Path, list[GridRun]] = {}
     for run in runs:
@@ -97,9 +97,10 @@ def _run_job(store: Store, run: GridRun, rollouts_every: int | None) -> _Job:
     return _Job(make_row, arguments, row, log_path(folder), name, store.base(run))
 
 
-def _execute_jobs(
+def execute_jobs(
     jobs: Sequence[_Job], at_once: int, print_line: Callable[[str], None], *, quantized: bool = False
 ) -> None:
+    """Run the jobs, each in a process of its own, a number of them at once."""
     context = multiprocessing.get_context("forkserver")
     # nvidia-modelopt takes seconds to import, and imports Megatron, so it comes after the shims of PRELOAD.
     context.set_forkserver_preload([PRELOAD, QUANTIZATION_MODULE] if quantized else [PRELOAD])

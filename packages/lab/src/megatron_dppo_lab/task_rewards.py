@@ -45,12 +45,13 @@ def reasoning_gym_reward(
     if answer is None or metadata.get("finish_reason") == "length":
         return 0.0
     entry = {"question": metadata.get("question"), "answer": label or None, "metadata": columns}
-    score = float(_scorer(str(columns["source_dataset"]))(answer, entry))
+    score = float(load_scorer(str(columns["source_dataset"]))(answer, entry))
     return score if partial_credit else float(score == 1.0)
 
 
 @cache
-def _scorer(task: str) -> Callable[..., float]:
+def load_scorer(task: str) -> Callable[..., float]:
+    """Return the function of reasoning-gym that scores an answer to a task."""
     return _import_reasoning_gym().get_score_answer_fn(task)
 
 

@@ -27,9 +27,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_dppo_megatron_cpu.context import ContextShard
 from megatron_dppo_megatron_cpu.layers import weight_device
 
-_MAX_PADDING_RATIO = 1.25
+MAX_PADDING_RATIO = 1.25
 """Largest ratio of padded slots to tokens in one bucket."""
-_FREE_SLOTS = 1024
+FREE_SLOTS = 1024
 """Padding slots that cost less than one more attention call."""
 
 
@@ -116,7 +116,7 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
         # Lengths fall, so a group is padded to the length of its first sequence.
         slots = (len(groups[-1]) + 1) * lengths[groups[-1][0]] if groups else 0
         filled = tokens + lengths[i]
-        if groups and slots <= max(_MAX_PADDING_RATIO * filled, filled + _FREE_SLOTS):
+        if groups and slots <= max(MAX_PADDING_RATIO * filled, filled + FREE_SLOTS):
             groups[-1].append(i)
             tokens = filled
         else:
@@ -125,7 +125,7 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-_MASK_SIZE = 2**25
+MASK_SIZE = 2**25
 """Elements of a mask (queries times keys) beyond which a bucket is computed in blocks.
 
 Two ranks with a row of 32,768 tokens would keep masks of 512 MiB in each layer, and torch makes numbers of them.
@@ -274,7 +274,7 @@ class SDPACoreAttention(MegatronModule):
         """
         if positions is None:
             return self._attend(query, key, value, None)
-        size = max(1, _MASK_SIZE // (len(positions) * key.shape[1]))
+        size = max(1, MASK_SIZE // (len(positions) * key.shape[1]))
         if size >= positions.shape[1]:
             return self._attend_masked(query, key, value, positions)
         blocks = zip(query.split(size, 1), positions.split(size, 1), strict=True)

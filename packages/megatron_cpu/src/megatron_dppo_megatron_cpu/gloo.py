@@ -68,7 +68,7 @@ _IGNORED_WARNINGS = (
     # torch's checkpoint planners on their own use of ShardedTensor.
     ("", FutureWarning, r"torch\.distributed\.checkpoint\."),
 )
-_NOISY_LOGS = {
+NOISY_LOGS = {
     # Megatron Core 0.19.2 on its own classes.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.transformer.transformer_layer": "Rewrapping ModuleSpec",
@@ -81,7 +81,7 @@ _NOISY_LOGS = {
 
 def silence_megatron() -> None:
     """Filter Megatron's log records, and its Python warnings unless the user sets ``-W`` or PYTHONWARNINGS."""
-    for name, start in _NOISY_LOGS.items():
+    for name, start in NOISY_LOGS.items():
         logging.getLogger(name).addFilter(lambda record, start=start: not record.getMessage().startswith(start))  # type: ignore[misc]
     if sys.warnoptions:
         return

@@ -173,7 +173,7 @@ def _sized_output(name: str, args: Sequence[Any]) -> Tensor:
     raise _unknown_value_error(f"{name}, whose size depends on data")
 
 
-_INTERMEDIATE_FILES = (
+INTERMEDIATE_FILES = (
     "/torch/",
     "megatron_dppo_plan/assumed_values.py",
     "megatron_dppo_plan/meter.py",
@@ -184,7 +184,7 @@ _INTERMEDIATE_FILES = (
 def _calling_frame() -> FrameType:
     """Return the innermost frame outside torch and the dispatch modes: the one that reads."""
     frame = sys._getframe(1)
-    while any(part in frame.f_code.co_filename for part in _INTERMEDIATE_FILES) and frame.f_back is not None:
+    while any(part in frame.f_code.co_filename for part in INTERMEDIATE_FILES) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 

@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     machine = get_machine(options.machine)
 
     def load(flags: Sequence[str]) -> Config:
-        return _without_functions(load_config(options.config, [*overrides, *flags]))
+        return without_functions(load_config(options.config, [*overrides, *flags]))
 
     config = load(())
     mean = options.mean_response_tokens
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 1
 
 
-def _without_functions(config: Config) -> Config:
+def without_functions(config: Config) -> Config:
     """Return the configuration with a built-in loss for a user's, which is not executed: a rehearsal computes it."""
     if not config.loss.has_text:
         return config

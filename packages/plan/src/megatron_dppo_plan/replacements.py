@@ -98,7 +98,7 @@ def _replace_row_kernels(_: Assumptions) -> None:
         return args[-1].zero_()
 
     kernels = SimpleNamespace(row_statistics=row_statistics, row_gradient=row_gradient)
-    row_kernels._triton_kernels = lambda logits: kernels  # type: ignore[assignment, return-value]
+    row_kernels.triton_kernels = lambda logits: kernels  # type: ignore[assignment, return-value]
 
 
 _META_KERNELS = torch.library.Library("aten", "IMPL")

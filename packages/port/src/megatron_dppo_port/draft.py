@@ -25,7 +25,7 @@ Status = Literal["ported", "default", "changed", "unsupported", "unread"]
 ``unread``: the file does not determine the value."""
 FILL_IN = "TO FILL IN"
 """Start of the value of a key that the user must set. No key accepts it, so such a file cannot be trained."""
-_OPTIONAL = (
+OPTIONAL_KEYS = (
     "log.",
     "eval.",
     "data.eval",
@@ -137,7 +137,7 @@ class Draft:
             error = raised
             if not isinstance(error, UnreadSettingError):
                 error = UnreadSettingError(self.last_read, "a size of 0, or too large")
-            optional = ", ".join(path for path in paths if path.startswith(_OPTIONAL))
+            optional = ", ".join(path for path in paths if path.startswith(OPTIONAL_KEYS))
             self.record(error.key, "unread", error.reason + (f"; {optional} keeps its default" if optional else ""))
             for path in paths:
                 self.leave_to_user(path, error.key, error.reason)
@@ -149,7 +149,7 @@ class Draft:
         if self.get(path) is not None:
             return
         self.withheld.add(path)
-        if not path.startswith(_OPTIONAL):
+        if not path.startswith(OPTIONAL_KEYS):
             self.to_fill_in[path] = f"{key}: {reason}"
             self._insert(path, f"{FILL_IN}: {key}: {reason}")
 

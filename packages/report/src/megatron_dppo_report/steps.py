@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatron_dppo.report.steps.tokens import UNKNOWN_AGE, Decode, StepTokens, masked_tokens
 from megatron_dppo_report.agents import tool_times, turns
 
-_TOKENS = 240_000
+PAGE_TOKENS = 240_000
 """Tokens of the page, about 20 bytes each. A browser reads them in a second."""
 _POINTS = 60_000
 """Points of all scatter plots of the page."""
@@ -25,7 +25,7 @@ _MAX_MASKED_TOKENS = 12
 def step_budget(runs: int, steps: int) -> tuple[int, int]:
     """Return the tokens and points of each of a run's recorded steps, which bound the size of the page."""
     parts = max(1, steps * runs)
-    return max(200, _TOKENS // parts), min(_MAX_STEP_POINTS, max(60, _POINTS // parts))
+    return max(200, PAGE_TOKENS // parts), min(_MAX_STEP_POINTS, max(60, _POINTS // parts))
 
 
 def step_view(step: StepTokens, decode: Decode | None, budget: tuple[int, int]) -> dict[str, Any]:

@@ -39,16 +39,16 @@ class FieldReader:
             self._num_fields += 1
             if self._num_fields > self._max_fields:
                 raise ValueError(f"it has more than {self._max_fields} fields; send fewer data a request")
-            tag, position = _read_varint(message, position)
+            tag, position = read_varint(message, position)
             number, wire_type = tag >> 3, tag & 7
             if wire_type == _VARINT:
-                value, position = _read_varint(message, position)
+                value, position = read_varint(message, position)
                 yield number, value - _WRAP if value & _SIGN else value
                 continue
             if wire_type == _FIXED64:
                 size = 8
             elif wire_type == _BYTES:
-                size, position = _read_varint(message, position)
+                size, position = read_varint(message, position)
             else:
                 raise ValueError(f"field {number} has the wire type {wire_type}, expected 0, 1 or 2")
             if size > len(message) - position:
@@ -74,7 +74,8 @@ def write_message(*fields: tuple[int, Value]) -> bytes:
     return b"".join(write_field(number, value) for number, value in fields)
 
 
-def _read_varint(message: memoryview, position: int) -> tuple[int, int]:
+def read_varint(message: memoryview, position: int) -> tuple[int, int]:
+    """Return the number at a position of a message, and the position after it."""
     value = 0
     for index, byte in enumerate(message[position : position + _MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * index)

@@ -22,7 +22,7 @@ _FLOAT32 = 1
 _STOP_REASONS = {"stop": 0, "length": 1}
 _MAX_DATA = 4096
 """Largest number of data in a request. The SDK sends at most 1024."""
-_MAX_FIELDS = 1 << 18
+MAX_FIELDS = 1 << 18
 """Largest number of fields in a request: 64 for each datum."""
 _MAX_DIMENSIONS = 8
 _CHUNK_TYPES = {2: "an image", 3: "audio"}
@@ -68,7 +68,7 @@ def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
     data: list[Datum] = []
     config: dict[str, float | str] = {}
     old_config: dict[str, float | str] = {}
-    fields = FieldReader(_MAX_FIELDS)
+    fields = FieldReader(MAX_FIELDS)
     try:
         for number, value in fields.read(memoryview(body)):
             if number == 3:

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(
             "--json is for a job of several processes. Fix: start doctor by srun or torchrun, or leave it out"
         )
-    redactor = _Redactor(os.environ, urls)
+    redactor = Redactor(os.environ, urls)
     num_problems = 0
 
     machine = inspect_machine()
@@ -155,7 +155,7 @@ def _server_lines(server: ServerReport) -> Iterable[str]:
     yield from (f"problem  {server.url}: {problem}" for problem in server.problems)
 
 
-class _Redactor:
+class Redactor:
     """Printer of text that may become public.
 
     Removes keys, the user's name, home and working folder, and host names.
@@ -173,7 +173,7 @@ class _Redactor:
         words |= {host: f"host{i}" for i, host in enumerate(hosts, 1)}
         words |= {str(Path.cwd()): ".", str(Path.home()): "~"}
         # Short names, and "root", are parts of other words.
-        words |= {user: "USER" for user in (_user_name(),) if len(user) >= 3 and user != "root"}
+        words |= {user: "USER" for user in (user_name(),) if len(user) >= 3 and user != "root"}
         # Longest first: a folder before the user name that it contains.
         self._replacements = {word: words[word] for word in sorted(words, key=len, reverse=True) if len(word) > 1}
 
@@ -186,7 +186,8 @@ class _Redactor:
             print(text, flush=True)
 
 
-def _user_name() -> str:
+def user_name() -> str:
+    """Return the user's name; empty if the system does not know it."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

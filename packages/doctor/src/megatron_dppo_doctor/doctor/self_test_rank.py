@@ -133,7 +133,7 @@ def _link_bandwidth(device: torch.device) -> float:
 
 def check_head(platform: Platform) -> Iterator[SelfTestCheck]:
     """Compare the fused head, sharded over all ranks, with float64 on one rank."""
-    has_triton = row_kernels._triton_kernels(torch.zeros(1, 1, device=platform.device)) is not None
+    has_triton = row_kernels.triton_kernels(torch.zeros(1, 1, device=platform.device)) is not None
     kernels = "Triton" if has_triton else "torch"
     yield from _check_head_dtype(platform, torch.float32, f"head, fp32, {kernels} rows", 1e-5, 1e-5)
     if platform.is_cuda:

@@ -99,7 +99,7 @@ def _read(store: Store, rank: int) -> None:
     if not problem and not _appears(work / "renamed", token):
         problem = f"a file that rank 0 replaced has its old content after {_VISIBLE_SECONDS:.0f} s"
     delay = time.monotonic() - start
-    if not problem and not _is_locked(work / "lock"):
+    if not problem and not is_locked(work / "lock"):
         problem = f"{socket.gethostname()} gets a lock that rank 0 holds, so two runs could write one folder"
     store.set(f"files/{rank}/result", f"{problem}\n{delay}")
 
@@ -116,7 +116,8 @@ def _appears(path: Path, content: str) -> bool:
     return False
 
 
-def _is_locked(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
+    """Return True if another process holds a lock on the file."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

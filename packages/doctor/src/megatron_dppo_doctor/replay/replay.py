@@ -64,7 +64,7 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Repla
     meta = read_meta(file)
     if meta.step != step:
         raise ConfigError(f"{file} holds step {meta.step}, unlike its name. Fix: restore the original name")
-    recorded = _read_record(folder, step)
+    recorded = read_record(folder, step)
     config = _replay_config(folder, meta, world, overrides)
     checkpoint = _find_checkpoint(folder, step, config.checkpoint.fork_from)
     with _open_run(config, checkpoint, step) as run:
@@ -91,7 +91,8 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Repla
         return replace(outcome, changed=tuple(overrides))
 
 
-def _read_record(folder: Path, step: int) -> dict[str, Any]:
+def read_record(folder: Path, step: int) -> dict[str, Any]:
+    """Return the run's metrics of the step."""
     metrics = folder / "metrics.jsonl"
     record = next((record for record in read_metrics(metrics) if record["step"] == step), None)
     if record is None:

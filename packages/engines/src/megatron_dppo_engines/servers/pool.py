@@ -123,11 +123,11 @@ class ServerPool:
         # Closed first, so that requests that return are not sent again before the update.
         self._gate.hold()
         self._monitor.is_paused = True
-        end = self._now() + _PAUSE_SECONDS
-        while self._in_flight and self._now() < end:
+        end = self.now() + _PAUSE_SECONDS
+        while self._in_flight and self.now() < end:
             await self.abort(list(self._in_flight))
-            next_abort = self._now() + _ABORT_INTERVAL
-            while self._in_flight and self._now() < next_abort:
+            next_abort = self.now() + _ABORT_INTERVAL
+            while self._in_flight and self.now() < next_abort:
                 await asyncio.sleep(_ABORT_INTERVAL / 20)
 
     def resume(self) -> None:
@@ -199,9 +199,9 @@ class ServerPool:
                 problem = str(error)
             attempt += 1
             failed.add(server)
-            first_failure = self._now() if first_failure is None else first_failure
+            first_failure = self.now() if first_failure is None else first_failure
             # Servers that recover and fail in turn must not keep a request alive forever.
-            if attempt > 2 * len(self._servers) and self._now() >= self._deadline(first_failure):
+            if attempt > 2 * len(self._servers) and self.now() >= self._deadline(first_failure):
                 states = "; ".join(s.describe() for s in self._servers)
                 raise ServerError(
                     "rollout.servers",
@@ -212,7 +212,7 @@ class ServerPool:
         """Send a request to a server and check which weights responded."""
         version_index = len(self._versions) - 1
         evictions = server.evictions
-        sent = self._now()
+        sent = self.now()
         task = asyncio.ensure_future(self._generate_on(server.server, request))
         server.in_flight.add(task)
         try:
@@ -238,7 +238,7 @@ class ServerPool:
             self._mark_unhealthy(server, problem)
             raise _RetryElsewhere(server.describe())
         server.failures = 0
-        self._last_success = self._now()
+        self._last_success = self.now()
         times = ResponseTimes(responses=1.0, tokens=len(generation.token_ids), seconds=self._last_success - sent)
         add_by_key(self.counts.times, {server.url: times})
         add_by_key(self.ranks, {server.url: generation.ranks})
@@ -250,14 +250,14 @@ class ServerPool:
             self.counts.invalid_responses += 1
             if not server.violations:  # the end of the server tells of the later ones
                 self.counts.messages.append(str(error))
-            server.back_off(self._now(), error.detail)
+            server.back_off(self.now(), error.detail)
             server.violations.append(error.detail)
             if server.is_banned:
                 count = len(server.violations)
                 problem = f"it violated the contract {count} times since the last sync, the last time: {error.detail}"
                 self._mark_unhealthy(server, problem, is_final=True)
         elif error.is_transient:
-            server.back_off(self._now(), str(error), error.retry_after)
+            server.back_off(self.now(), str(error), error.retry_after)
         elif error.status is None:  # no HTTP response at all
             self._mark_unhealthy(server, error.detail)
         else:
@@ -268,9 +268,9 @@ class ServerPool:
         self, affinity: str, failed: set[PooledServer], first_failure: float | None
     ) -> PooledServer:
         """Return the server for the next attempt, if possible one that the request has not failed on."""
-        first_failure = self._now() if first_failure is None else first_failure
+        first_failure = self.now() if first_failure is None else first_failure
         while True:
-            now = self._now()
+            now = self.now()
             usable = self._usable()
             if ready := [server for server in usable if server.back_off_until <= now]:
                 # A request that failed on all of them is tried once more on any that is ready.
@@ -280,7 +280,7 @@ class ServerPool:
                 await self._monitor.recheck_unhealthy()
                 if self._usable():
                     continue
-            remaining = self._deadline(first_failure) - self._now()
+            remaining = self._deadline(first_failure) - self.now()
             if remaining <= 0 or all(server.is_final for server in self._servers):
                 raise self._no_usable_server()
             await asyncio.sleep(min(wait, remaining))
@@ -308,14 +308,15 @@ class ServerPool:
         # A success on any server shows that waiting helps, so the time begins anew.
         return max(first_failure, self._last_success) + self._patience
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Return the time of the event loop, in seconds."""
         return asyncio.get_running_loop().time()
 
     def _usable(self) -> list[PooledServer]:
         return [server for server in self._servers if server.problem is None]
 
     def _mark_unhealthy(self, server: PooledServer, problem: str, *, is_final: bool = False) -> None:
-        server.back_off(self._now(), problem)
+        server.back_off(self.now(), problem)
         if server.mark_unhealthy(problem, is_final=is_final):
             self.counts.evicted_servers += 1
             self.counts.messages.append(f"{server.url} is not used any more: {problem}")

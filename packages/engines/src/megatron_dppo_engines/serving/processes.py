@@ -16,7 +16,7 @@ from megatron_dppo_engines.serving.server_process import ServerPlan, ServerProce
 _POLL_SECONDS = 0.5
 _HEALTH_SECONDS = 5.0
 """Limit of one health check of a server that was restarted: signals and the other servers wait meanwhile."""
-_EXIT_SECONDS = 20.0
+EXIT_SECONDS = 20.0
 """Time that all servers together get to exit before they are killed."""
 MAX_RESTARTS = 3
 """Restarts of a dead server in a row without becoming healthy."""
@@ -119,7 +119,7 @@ class ServerGroup:
         with _signals_blocked():
             for server in self._servers:
                 server.process.interrupt()
-            end = time.monotonic() + _EXIT_SECONDS
+            end = time.monotonic() + EXIT_SECONDS
             for server in self._servers:
                 server.process.wait(end - time.monotonic())
                 server.process.kill()

@@ -15,7 +15,7 @@ from .word_hash import CONSTANTS, TILE, WORD, mix, splitmix
 
 BATCH_BYTES = 128 << 20
 """Bytes of parts after which the kernel is launched. Their tensors stay in memory until then."""
-_SLICE = 1 << 20
+SLICE = 1 << 20
 """Sums of pieces or tiles that are added up at a time, which bounds the memory of intermediate values."""
 _MOST_WORDS = 2**31 - 1
 """Words of a tensor: the kernel's indices have 32 bits."""
@@ -169,8 +169,8 @@ class BatchedWords:
         columns = np.stack([ends, first_tile, np.maximum(tiles, 1), first_value, targets[:, 1] * 4 & WORD])
         tile_end, tile_start, size, value_start, nbytes = _to_device(columns, total.device)
         values = torch.zeros(int(ranks.sum()), dtype=torch.int64, device=total.device)
-        for begin in range(0, len(total), _SLICE):
-            part = total[begin : begin + _SLICE]
+        for begin in range(0, len(total), SLICE):
+            part = total[begin : begin + SLICE]
             tile = torch.arange(begin, begin + len(part), device=total.device)
             # By the ends, since a target without words has no tile.
             target = torch.searchsorted(tile_end, tile, right=True)
@@ -193,8 +193,8 @@ class BatchedWords:
         rows = [ends - num_programs, columns["span"], tiles[target], first_tile[target] + columns["start"] // TILE]
         first_program, span, size, first = _to_device(np.stack(rows), sums.device)
         total = torch.zeros(num_tiles, 2, dtype=torch.int64, device=sums.device)
-        for begin in range(0, len(sums), _SLICE):
-            part = sums[begin : begin + _SLICE]
+        for begin in range(0, len(sums), SLICE):
+            part = sums[begin : begin + SLICE]
             program = torch.arange(begin, begin + len(part), device=sums.device)
             row = torch.searchsorted(first_program, program, right=True) - 1
             piece = program - first_program[row]
