@@ -87,11 +87,11 @@ def _is_parquet(file: Path, start: bytes) -> bool:
     return file.suffix.lower() == ".parquet" or start.startswith(_PARQUET_MAGIC)
 
 
-def require(location: str, record: Mapping[str, Any], key: str) -> Any:
+def require(location: str, record: Mapping[str, object], key: str) -> object:
     """Return the value of a column; ``a.b`` is the field ``b`` inside the column ``a``."""
     if key in record:  # also a column whose own name has a dot
         return record[key]
-    value: Any = record
+    value: object = record
     for depth, part in enumerate(parts := key.split(".")):
         if not isinstance(value, Mapping) or part not in value:
             inside = f"{'.'.join(parts[:depth])!r}" if depth else "the row"

@@ -44,6 +44,9 @@ from megatron_dppo.parallel.platform import DTYPES, Platform
 from megatron_dppo.types import MicroBatch
 from megatron_dppo.types.model_folder import HfConfig
 
+Chunks = list[GPTModel]
+"""The parts of the model on this rank: one, or several with a virtual pipeline."""
+
 
 class LoadBalancingLosses:
     """Load-balancing losses that Megatron's routers logged since the last call."""
@@ -210,7 +213,7 @@ def kernel_summary(config: TransformerConfig, model: ModelConfig) -> str:
     return summarize_kernels(config, model.transformer, engine=has_transformer_engine())
 
 
-def build_model(config: TransformerConfig, hf_config: HfConfig, pp_rank: int, device: torch.device) -> list[GPTModel]:
+def build_model(config: TransformerConfig, hf_config: HfConfig, pp_rank: int, device: torch.device) -> Chunks:
     """Return this rank's model chunks, one per virtual pipeline stage, with weights that are not loaded yet."""
 
     def make(vp_stage: int | None, **stage: bool) -> GPTModel:

@@ -22,10 +22,9 @@ from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types.model_folder import HfConfig
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
-
     from megatron_dppo.mcore.bridge import Bridge
     from megatron_dppo.mcore.lora import Lora
+    from megatron_dppo.mcore.model import Chunks
     from megatron_dppo.parallel.groups import ParallelGroups
 
 
@@ -36,7 +35,7 @@ class Converter:
     hf_folder: Path
     hf_config: HfConfig
     layout: Layout
-    models: list[GPTModel]
+    models: Chunks
     bridge: Bridge
     groups: ParallelGroups
     lora: Lora | None = None

@@ -40,7 +40,7 @@ from megatron_dppo.setup.failed_functions import FAILED_FUNCTIONS
 OLD = "old"
 UNSAVED = "unsaved"
 """Folder with the metrics of starts that left no checkpoint."""
-_WRITTEN_ASIDE = (FAILED_FUNCTIONS, "tracker_steps.json", "base", "hf", "hf-adapter")
+_WRITTEN_ASIDE = (FAILED_FUNCTIONS, "tracker_steps.json", "hf", "hf-adapter")
 """Names that a run writes under another one first."""
 _LOGS = ("metrics.jsonl", "samples.jsonl", "trackers.json")
 RUN_FILES = (
@@ -54,10 +54,6 @@ RUN_FILES = (
     "report.html",
     "rollouts",
     "checkpoints",
-    "hf",
-    "hf-adapter",
-    "hf-adapter.partial",
-    "hf.partial",
     "weights",
     "tensorboard",
     "wandb",

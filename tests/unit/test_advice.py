@@ -118,6 +118,7 @@ FILES_OF_COMMANDS |= {"commands/train.py": ("train",), "run/offline.py": ("eval"
 FILES_OF_COMMANDS |= {"megatron_dppo_lab/demo.py": ("demo",), "megatron_dppo_lab/demo_command.py": ("demo",)}
 FILES_OF_COMMANDS |= {"megatron_dppo_report/": ("report", "diagnose"), "report/findings.py": ("generate",)}
 FILES_OF_COMMANDS |= {"megatron_dppo_lab/example": ("examples",)}
+FILES_OF_COMMANDS |= {"megatron_dppo_lab/base": ("base",)}
 FILES_OF_COMMANDS |= {"megatron_dppo_lab/": ("experiment", "demo"), "engines/serving/": ("serve",)}
 FILES_OF_COMMANDS |= {"megatron_dppo_engines/serving/": ("serve",)}
 

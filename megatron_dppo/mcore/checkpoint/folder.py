@@ -12,10 +12,13 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import fsync, read_regular_file, write_synced
-from megatron_dppo.types.stored_record import StoredRecord
+
+if TYPE_CHECKING:
+    from megatron_dppo.types.stored_record import StoredRecord
 
 STATE = "state.json"
 _STEP = re.compile(r"step_(\d{6,15})")

@@ -83,7 +83,7 @@ def test_the_example_is_copied_linked_and_started(
     model, commands = tmp_path / "cache/model", []
     model.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatron_dppo_lab.smollm2.model_folder", lambda _: model)
+    monkeypatch.setattr("megatron_dppo_lab.example_run.model_folder", lambda _: model)
     monkeypatch.setattr("megatron_dppo_lab.example_run.has_fast_bf16", lambda: False)
 
     def run(command: list[str], **_: Any) -> Any:

@@ -160,7 +160,8 @@ def changed(folder: Path, target: Path, **values: Any) -> Path:
 def test_a_teacher_that_fits_and_those_that_do_not(folder: Path, tmp_path: Path) -> None:
     assert problems(folder) == ""
     assert "is not a Hugging Face folder: config.json is missing" in problems(tmp_path / "absent")
-    assert "has no *.safetensors weights" in problems(MODEL)
+    shutil.copytree(MODEL, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert "has no *.safetensors weights" in problems(tmp_path / "empty")
     found = problems(changed(folder, tmp_path / "words", vocab_size=64))
     assert "has a vocabulary of 64, the policy one of 53" in found and "have other shapes" not in found
     assert "do not fit config.json" in found, "all that is wrong at once"

@@ -93,8 +93,8 @@ def test_unsuitable_output_folders_are_rejected(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     (tmp_path / "run/hf").mkdir(parents=True)
-    (tmp_path / "run/base").mkdir()
-    (tmp_path / "run/base/train.jsonl").write_text("{}")
+    (tmp_path / "run/rollouts").mkdir()
+    (tmp_path / "run/rollouts/train.jsonl").write_text("{}")
     monkeypatch.chdir(tmp_path / "home")
     run = tmp_path / "run"
     cases: list[tuple[Path | str, dict[str, Any], str]] = [
@@ -106,14 +106,14 @@ def test_unsuitable_output_folders_are_rejected(tmp_path: Path, monkeypatch: pyt
         (tmp_path / "link", {}, "does not exist"),
         (run, {"model": {"path": str(run)}}, "must not write into its own input"),
         (run, {"model": {"path": str(run / "hf")}}, r"model\.path = .* lies in .*run/hf"),
-        (run, {"data": {"train": [str(run / "base/train.jsonl")]}}, r"data\.train = .* lies in .*run/base"),
-        (run, {"data": {"train": "x", "eval": {"a": str(run / "base/train.jsonl")}}}, r"data\.eval = .* lies in"),
+        (run, {"data": {"train": [str(run / "rollouts/train.jsonl")]}}, r"data\.train = .* lies in .*run/rollouts"),
+        (run, {"data": {"train": "x", "eval": {"a": str(run / "rollouts/train.jsonl")}}}, r"data\.eval = .* lies in"),
         (tmp_path / "file/run", {}, "Not a directory"),
     ]
     for folder, sections, message in cases:
         with pytest.raises(ConfigError, match=message):
             start(Path(folder), overwrite=True, **sections)
-    assert tree(tmp_path) == {"file": "x", "run/base/train.jsonl": "{}"}
+    assert tree(tmp_path) == {"file": "x", "run/rollouts/train.jsonl": "{}"}
 
 
 def test_overwriting_moves_files_of_the_run_and_leaves_files_of_the_user(tmp_path: Path) -> None:
