@@ -22,4 +22,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    execute(EXPERIMENT, Request(output=sys.argv[1], seeds=(3,), warmup_steps=2))
+    execute(EXPERIMENT, Request(output=sys.argv[1], seeds=(3,), base_steps=2))
