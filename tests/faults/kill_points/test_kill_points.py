@@ -38,4 +38,4 @@ def test_killed_at_a_point_and_resumed_equals_undisturbed() -> None:
 
 def test_every_mutation_is_found() -> None:
     output = _run("--mutations")
-    assert output.count("found") >= 8 and "MISSED" not in output, output
+    assert output.count("found") >= 7 and "MISSED" not in output, output
