@@ -13,7 +13,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from torch.distributed import ProcessGroup
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.model import ModelConfig
@@ -33,7 +32,7 @@ from megatron_dppo.mcore.mapping import use_fp32_decays
 from megatron_dppo.mcore.overrides import checked_overrides
 from megatron_dppo.mcore.pipeline import check_pipeline_split
 from megatron_dppo.mcore.row_padding import check_padding_support
-from megatron_dppo.mcore.setup import build_megatron_groups, parallel_sizes, seed_random_states, shutdown_megatron
+from megatron_dppo.mcore.setup import parallel_sizes
 from megatron_dppo.mcore.spec import block_spec
 from megatron_dppo.mcore.transformer_engine import (
     check_attention_support,
@@ -258,29 +257,3 @@ def make_chunks(
             hand_out_hidden_states(model)
             chunks.append(model.to(device))
     return chunks
-
-
-def check_build(hf_config: HfConfig, config: TransformerConfig, layout: Layout) -> None:
-    """Build the model of the first rank and of the last pipeline stage on the meta device, with fake process groups."""
-    if dist.is_initialized():
-        return
-    ranks_per_stage = layout.world_size // layout.pp
-    for pp_rank in sorted({0, layout.pp - 1}):
-        try:
-            _build_on_meta(hf_config, config, layout, pp_rank, pp_rank * ranks_per_stage)
-        except (ValueError, AssertionError, TypeError, NotImplementedError, RuntimeError, ImportError) as error:
-            raise ConfigError(
-                f"Megatron cannot build this model with layout {layout}: {type(error).__name__}: {error}. Fix: change "
-                "model.transformer or [parallel]"
-            ) from error
-        finally:
-            shutdown_megatron()
-
-
-def _build_on_meta(hf_config: HfConfig, config: TransformerConfig, layout: Layout, pp_rank: int, rank: int) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-    build_megatron_groups(layout)
-    seed_random_states(0)
-    meta = torch.device("meta")
-    with meta:
-        build_model(config, hf_config, pp_rank, meta)

@@ -209,7 +209,9 @@ def _megatron(start: Start) -> Iterable[UserError]:
             check_build_tools(megatron_config)
         elif not platform.is_cuda and not is_bridged:
             # A run builds its model anyway. On a machine with GPUs the layers need one.
-            model.check_build(hf_config, megatron_config, layout)
+            from megatron_dppo.mcore.trial_build import check_build
+
+            check_build(hf_config, megatron_config, layout)
         if platform.is_cuda:
             start.notes.append(model.kernel_summary(megatron_config, config.model))
         if not config.model.random_init and (note := FolderWeights(config.model.path).note()):
