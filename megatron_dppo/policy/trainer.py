@@ -18,11 +18,11 @@ from megatron_dppo.data.training_samples import RowShape
 from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.hf.folder import Weights, routing_shape
 from megatron_dppo.losses import Objective, with_cosines
+from megatron_dppo.mcore.checkpoint.folder import read_state
 from megatron_dppo.mcore.checkpoint.save_load import (
     CheckpointSave,
     check_can_save,
     load_checkpoint,
-    read_state,
     save_checkpoint,
 )
 from megatron_dppo.mcore.forward import forward_backward, forward_hidden_states, forward_logprobs

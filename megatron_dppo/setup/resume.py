@@ -108,7 +108,7 @@ def find_resume_point(
     Without a checkpoint in the run's folder it is that of ``checkpoint.fork_from``. ``contents`` and ``served`` are of
     this start, as rank 0 read them.
     """
-    from megatron_dppo.mcore.checkpoint.save_load import read_state
+    from megatron_dppo.mcore.checkpoint.folder import read_state
     from megatron_dppo.parallel.objects import broadcast_object, run_on_leader
 
     if config.checkpoint.resume != "auto":
@@ -258,7 +258,7 @@ def find_usable_checkpoint(
     """Return the checkpoint to resume from, None without any, and the newer ones that are skipped; a collective."""
     import torch.distributed as dist
 
-    from megatron_dppo.mcore.checkpoint.save_load import checkpoints
+    from megatron_dppo.mcore.checkpoint.folder import checkpoints
     from megatron_dppo.parallel.objects import broadcast_object
 
     # Rank 0 lists the folder for all: a file system may show the ranks different contents.
@@ -281,7 +281,8 @@ def find_usable_checkpoint(
 
 def _find_problem(checkpoint: Path, *, accept_unverified: bool) -> SkippedCheckpoint | None:
     """Return why a run cannot resume from a checkpoint, or None if it can; a collective of all ranks."""
-    from megatron_dppo.mcore.checkpoint.save_load import NO_MANIFEST, find_damage, read_state
+    from megatron_dppo.mcore.checkpoint.folder import read_state
+    from megatron_dppo.mcore.checkpoint.save_load import NO_MANIFEST, find_damage
 
     damage = find_damage(checkpoint)
     if damage and not (damage == NO_MANIFEST and accept_unverified):

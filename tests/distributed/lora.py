@@ -335,7 +335,7 @@ def load(rank: int, world_size: int, cases: list[tuple[str, Adapted]], folder: P
     platform = on_this_cpu()
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore.checkpoint.save_load import checkpoints
+    from megatron_dppo.mcore.checkpoint.folder import checkpoints
 
     for name, (case, targets) in cases:
         trainer = build(case, targets, platform)

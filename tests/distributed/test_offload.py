@@ -90,7 +90,7 @@ def offload(rank: int, world_size: int, path: str) -> None:
     apply_shims(here)
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore.checkpoint.save_load import checkpoints
+    from megatron_dppo.mcore.checkpoint.folder import checkpoints
 
     def build(settings: dict[str, Any]) -> Any:
         return build_trainer(CASE, HFSide(CASE).model, here, "bf16", optimizer=settings)

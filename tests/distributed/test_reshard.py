@@ -101,7 +101,7 @@ def load(
     here = platform()
     from megatron.core import parallel_state
 
-    from megatron_dppo.mcore.checkpoint.save_load import checkpoints
+    from megatron_dppo.mcore.checkpoint.folder import checkpoints
 
     hf = HFSide(Case(**model), shared=True)
     for _ in range(UPDATES):

@@ -22,7 +22,7 @@ def compare(rank: int, world_size: int, run: str, reference: str) -> None:
 
     platform = Platform.detect(force_cpu=True)
     apply_shims(platform)
-    from megatron_dppo.mcore.checkpoint.save_load import checkpoints
+    from megatron_dppo.mcore.checkpoint.folder import checkpoints
     from megatron_dppo.mcore.model_parts import Placement
     from megatron_dppo.mcore.setup import initialize_megatron
     from megatron_dppo.run.policy_setup import trainer_from_config

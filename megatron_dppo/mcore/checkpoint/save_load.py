@@ -4,8 +4,6 @@ A checkpoint is written to ``step_N.partial``, gets a manifest, and is renamed t
 finished. A process that dies during a save leaves older checkpoints untouched. See docs/checkpoints.md.
 """
 
-# mypy: implicit-reexport
-
 from __future__ import annotations
 
 import json
@@ -29,7 +27,7 @@ from megatron_dppo.errors import CheckpointError
 from megatron_dppo.files import disk_errors, write_synced
 from megatron_dppo.mcore.checkpoint import folder as checkpoint_folder
 from megatron_dppo.mcore.checkpoint import manifest
-from megatron_dppo.mcore.checkpoint.folder import STATE, checkpoint_name, checkpoints, read_state  # noqa: F401
+from megatron_dppo.mcore.checkpoint.folder import STATE, checkpoint_name
 from megatron_dppo.mcore.checkpoint.format import StreamedSave, read_sharded, run_on_all_ranks, shared_save
 from megatron_dppo.mcore.lora import trainable_module
 from megatron_dppo.mcore.optim import Optimizer, optimizer_tensors

@@ -182,7 +182,8 @@ def _open_run(config: Config, checkpoint: Path | None, step: int) -> Iterator[Re
 
     apply_shims(platform)
     from megatron_dppo.mcore import setup
-    from megatron_dppo.mcore.checkpoint.save_load import find_damage, read_state
+    from megatron_dppo.mcore.checkpoint.folder import read_state
+    from megatron_dppo.mcore.checkpoint.save_load import find_damage
     from megatron_dppo.setup.inputs import read_model
 
     setup.start_process_group(platform, config.run.wait_minutes)
