@@ -21,7 +21,7 @@ MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """Configurations with which the command would have trained."""
     configs: list[Config] = []
-    monkeypatch.setattr(base_model, "train_base", lambda config, target, report: configs.append(config))
+    monkeypatch.setattr(base_model, "train_base", lambda config, inputs, target, report: configs.append(config))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     return configs
 

@@ -64,12 +64,12 @@ def create_base(source: str, folder: Path, overrides: Sequence[str] = (), proces
         config = _read_base_config(source, Path(work), overrides)
         # Problems are reported here, by one process for all.
         world_size = int(os.environ.get("WORLD_SIZE", processes))
-        read_base_inputs(config, world_size)
+        inputs = read_base_inputs(config, world_size)
         steps, batch_size = config.run.num_steps, config.rollout.prompts_per_step
         if os.environ.get("RANK", "0") == "0":
             print(f"base     {steps} supervised steps of {batch_size} samples -> {folder}", flush=True)
         if world_size == 1 or "WORLD_SIZE" in os.environ:
-            train_base(config, folder, print_loss)
+            train_base(config, inputs, folder, print_loss)
             return 0
         file = Path(work) / "base.toml"
         file.write_text(dump_toml(config), encoding="utf-8")
@@ -106,19 +106,19 @@ def read_base_inputs(config: Config, world_size: int) -> BaseInputs:
     return BaseInputs(hf_config, tokenizer, layout, data)
 
 
-def train_base(config: Config, target: Path, report: Report) -> None:
+def train_base(config: Config, inputs: BaseInputs, target: Path, report: Report) -> None:
     """Train random weights and create the folder ``target``; a collective of all ranks.
 
     Args:
         config: ``run.num_steps`` updates of ``rollout.prompts_per_step`` pairs each, with ``[optimizer]``, from the
             weights of ``run.seed`` for ``model.path``, whose own weights are not read.
+        inputs: See ``read_base_inputs``.
         target: Folder. It appears complete, and an older one of this name is replaced.
         report: Called after each step.
 
     Raises:
-        UserError: See ``read_base_inputs``, or the folder cannot be written.
+        UserError: The folder cannot be written.
     """
-    inputs = read_base_inputs(config, int(os.environ.get("WORLD_SIZE", "1")))
     platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
@@ -171,4 +171,5 @@ def print_loss(step: int, num_steps: int, loss: float) -> None:
 
 
 if __name__ == "__main__":
-    train_base(load_config(sys.argv[1]), Path(sys.argv[2]), print_loss)
+    settings = load_config(sys.argv[1])
+    train_base(settings, read_base_inputs(settings, int(os.environ["WORLD_SIZE"])), Path(sys.argv[2]), print_loss)

@@ -25,7 +25,7 @@ from megatron_dppo.process.marker import MARKER
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.steps.files import FOLDER as ROLLOUTS
 from megatron_dppo.setup.starts import CONFIG, STARTS
-from megatron_dppo_lab.base_model import print_loss, train_base
+from megatron_dppo_lab.base_model import print_loss, read_base_inputs, train_base
 from megatron_dppo_lab.catalogue import REAL_MIXTURE, base_settings, task_files
 from megatron_dppo_lab.embedded_tasks import write_model_folder
 from megatron_dppo_lab.grid import GridRun, Settings, merged
@@ -90,8 +90,8 @@ def make_base(task: str, seed: int, num_steps: int | None, target: str) -> None:
     else:
         write_model_folder(task, folder / "model")
         paths: Settings = {"model": {"path": str(folder / "model")}, "run": {"threads_per_rank": 1}}
-        settings = merged(base_settings(f"task:{task}", seed, num_steps), paths)
-        train_base(validate(settings, "base"), made, print_loss)
+        config = validate(merged(base_settings(f"task:{task}", seed, num_steps), paths), "base")
+        train_base(config, read_base_inputs(config, world_size=1), made, print_loss)
     costs = {"cpu_seconds": _cpu_seconds(), "wall_seconds": time.perf_counter() - start_time}
     write_synced(made / COSTS, json.dumps(costs))
     made.replace(target)
