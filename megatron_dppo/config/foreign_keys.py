@@ -119,7 +119,7 @@ FOREIGN_KEY_NOTES: Mapping[str, str] = {
     "vllm_gpu_memory_utilization": "gpu-memory-utilization there, under vLLM's own name",
     "vllm_tensor_parallel_size": "tensor-parallel-size there, under vLLM's own name",
 }
-LEFT_KEYS: Mapping[str, str] = {
+REMOVED_KEYS: Mapping[str, str] = {
     "warmup": "a run starts from a model with weights. Fix: make one by `megatron-dppo base SOURCE FOLDER --steps N`, "
     "with SOURCE = warmup.data and N = warmup.num_steps (an older version has left it in RUN/base). Set model.path to "
     "that folder, and remove [warmup] and model.random_init",

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_dppo.config.describe import closest_hint, exact_hint
-from megatron_dppo.config.foreign_keys import LEFT_KEYS
+from megatron_dppo.config.foreign_keys import REMOVED_KEYS
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
 from megatron_dppo.config.paths import read_tables, resolve_paths
@@ -281,7 +281,7 @@ def _explain(detail: ErrorDetails) -> str:
 
 def _nearest(location: tuple[int | str, ...]) -> str:
     """Return what replaces an unknown key: the closest known name, or the known keys of the section."""
-    if replacement := LEFT_KEYS.get(str(location[0])):
+    if replacement := REMOVED_KEYS.get(str(location[0])):
         return f"; {replacement}"
     model: Any = Config
     for part in location[:-1]:

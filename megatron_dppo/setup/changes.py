@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from megatron_dppo.config.foreign_keys import REMOVED_KEYS
 from megatron_dppo.config.paths import split_function
 from megatron_dppo.config.schema import Config
 from megatron_dppo.errors import CheckpointError
@@ -120,10 +121,10 @@ def find_changes(
 ) -> list[Change]:
     """Return every key that differs, sorted. A key that the version of the run so far did not have has its default.
 
-    Relative paths of the run so far start at ``folder``. Contents are None if they are unknown. Sections that this
-    version no longer has are left out.
+    Relative paths of the run so far start at ``folder``. Contents are None if they are unknown. Sections of
+    ``REMOVED_KEYS`` are left out.
     """
-    old = dict(flatten({section: keys for section, keys in before.items() if section in Config.model_fields}))
+    old = dict(flatten({section: keys for section, keys in before.items() if section not in REMOVED_KEYS}))
     new = dict(flatten(config.model_dump(mode="json")))
     defaults = default_values()
     changes = []
