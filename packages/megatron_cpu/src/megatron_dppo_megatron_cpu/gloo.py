@@ -82,8 +82,12 @@ NOISY_LOGS = {
 def silence_megatron() -> None:
     """Filter Megatron's log records, and its Python warnings unless the user sets ``-W`` or PYTHONWARNINGS."""
     for name, start in NOISY_LOGS.items():
-        logging.getLogger(name).addFilter(lambda record, start=start: not record.getMessage().startswith(start))  # type: ignore[misc]
+        logging.getLogger(name).addFilter(functools.partial(_is_other, start))
     if sys.warnoptions:
         return
     for message, category, module in _IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
+
+
+def _is_other(start: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(start)
