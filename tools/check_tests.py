@@ -43,7 +43,7 @@ PRIVATE = re.compile(rf"({'|'.join(SOURCES)})(\.\w+)*\._(?!_|replace|asdict|fiel
 MAX_WORDS = 3
 """Words of prose in ``match=``: enough to tell errors of one class and key apart."""
 _KEY = re.compile(r"""'[^']*'|"[^"]*"|`[^`]*`|\{[^}]*\}|\S*[\w)\]][._/=:\[(-]+\w\S*|--\w\S*""")
-"""What is no prose: quoted values, placeholders, dotted and joined names, addresses, flags."""
+"""Parts of a pattern that do not count as prose: quoted values, placeholders, dotted names, addresses, flags."""
 COMPARING = frozenset({"equal", "allclose", "isclose", "array_equal", "assert_close", "assert_allclose"}) | frozenset(
     {"assert_array_equal", "assert_equal", "assert_same_run", "assert_different_folders", "array_equiv"}
 )

@@ -268,12 +268,12 @@ def untyped_seams(rooms: Sequence[Room]) -> list[str]:
     files = [(room.name, *_used_names(tree)) for room in rooms for _, tree in room.trees]
     result = []
     for room in rooms:
-        others = [(imported, members) for name, imported, members in files if name != room.name]
+        elsewhere = [(imported, members) for name, imported, members in files if name != room.name]
         for path, tree in room.trees:
             for owner, name in _untyped(tree):
                 is_member = owner and name not in ("__init__", "__call__")
                 top = (room.name, owner or name)
-                if any(top in imported and (not is_member or name in members) for imported, members in others):
+                if any(top in imported and (not is_member or name in members) for imported, members in elsewhere):
                     result.append(f"{path}: {f'{owner}.{name}' if owner else name}")
     return result
 

@@ -40,7 +40,7 @@ class OutputNorm(torch.nn.Module):
         self.weight = Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=weight_device(config)))
 
     def forward(self, x: Tensor, gates: Tensor) -> Tensor:
-        """Return the norm of ``x [..., hidden_size]``, not zero-centered unlike others, times SiLU of the gates."""
+        """Return the norm of ``x [..., hidden_size]`` times SiLU of the gates. The norm is not zero-centered."""
         # Megatron sums the gradients of norms over tensor-parallel ranks only under sequence parallelism, so the sum
         # is part of this backward pass.
         return self.gate(x, gates, copy_to_tensor_model_parallel_region(self.weight), self.eps)

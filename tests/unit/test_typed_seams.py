@@ -36,8 +36,8 @@ def test_any_counts_where_another_room_uses_it(other: str, expected: list[str]) 
     rooms = [Room(name, [(f"{name}/file.py", ast.parse(text))]) for name, text in files.items()]
     assert measure_structure.untyped_seams(rooms) == [f"a/file.py: {name}" for name in expected]
     # A room may use what it likes of its own.
-    own = Room("a", [("a/file.py", ast.parse(_ROOM)), ("a/other.py", ast.parse(other))])
-    assert measure_structure.untyped_seams([own]) == []
+    single = Room("a", [("a/file.py", ast.parse(_ROOM)), ("a/other.py", ast.parse(other))])
+    assert measure_structure.untyped_seams([single]) == []
 
 
 def test_no_signature_between_rooms_has_any() -> None:

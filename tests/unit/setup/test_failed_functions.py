@@ -74,9 +74,9 @@ def test_the_repaired_function_is_accepted_and_another_change_is_not(tmp_path: P
     def changes(**more: dict[str, object]) -> list[str]:
         now = config(**settings, **more)
         contents = read_contents(now.model_dump(mode="json")).contents
-        found = find_changes_since(state, run / "checkpoints/step_000007", now, contents)
-        check_changes(found, run, accepted=False)
-        return [f"{each.kind} {each.key} {each.file}" for each in found]
+        differing = find_changes_since(state, run / "checkpoints/step_000007", now, contents)
+        check_changes(differing, run, accepted=False)
+        return [f"{each.kind} {each.key} {each.file}" for each in differing]
 
     with pytest.raises(CheckpointError, match=r"--allow-changed reward\.function$"):
         changes()
