@@ -139,3 +139,10 @@ def test_a_key_that_an_older_version_did_not_have_counts_as_its_default() -> Non
         ("train.mask_truncated", False, True, "results"),
         ("train.of_the_past", 3, None, "results"),
     ]
+
+
+def test_a_section_that_was_removed_is_no_change_and_any_other_unknown_one_is() -> None:
+    saved = config().model_dump(mode="json")
+    assert find_changes(saved | {"warmup": {"num_steps": 3}}, config()) == []
+    (change,) = find_changes(saved | {"of_a_newer_version": {"rate": 3}}, config())
+    assert (change.key, change.kind) == ("of_a_newer_version.rate", "results")
