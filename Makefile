@@ -63,7 +63,7 @@ example:
 		examples/chain_sum/dppo.toml --run.output_dir $(OUT) --run.overwrite true --run.seed $(SEED) $(ARGS)
 
 example-llm example-llm-moe:
-	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'gguf>=0.17' 'accelerate>=1.10' && \
+	@python=$$(tools/setup_env.sh) && source tools/environment.sh && pip_install $$python 'gguf>=0.17' 'accelerate>=1.10' && \
 		$$python -m megatron_dppo.commands.main examples $(subst example-llm,smollm2,$@) --output $(OUT) --seed $(SEED) $(ARGS)
 
 example-sglang:
@@ -118,7 +118,7 @@ test-python312:
 	@python=$$(tools/setup_python312.sh $(PYTHON312)) && $$python -m pytest $(PYTHON312_TESTS) --durations 15 $(ARGS)
 
 test-bridge:
-	@python=$$(tools/setup_python312.sh $(PYTHON312)) && $$python -m pip install -q --no-deps --disable-pip-version-check \
+	@python=$$(tools/setup_python312.sh $(PYTHON312)) && source tools/environment.sh && pip_install $$python --no-deps \
 		'megatron-bridge==0.6.2' && $$python -m pytest tests/distributed/test_megatron_bridge.py --durations 5 $(ARGS)
 
 test-plugins:
@@ -130,7 +130,7 @@ test-packages:
 	@python=$$(tools/setup_env.sh) && tools/test_packages.sh $$python $(ARGS)
 
 test-gym:
-	@python=$$(tools/setup_env.sh) && $$python -m pip install -q --disable-pip-version-check 'reasoning-gym>=0.1.20' && \
+	@python=$$(tools/setup_env.sh) && source tools/environment.sh && pip_install $$python 'reasoning-gym>=0.1.20' && \
 		$$python -m pytest packages/lab/tests/test_reasoning_gym.py $(ARGS)
 
 test-page: docs
@@ -181,7 +181,7 @@ wheel: .venv-docs/.installed
 
 .venv-docs/.installed: requirements/docs.txt
 	@{ $${PYTHON:-python3} -m venv --clear .venv-docs && \
-		.venv-docs/bin/python -m pip install -q --disable-pip-version-check -r requirements/docs.txt && touch .venv-docs/.installed; }
+		source tools/environment.sh && pip_install .venv-docs/bin/python -r requirements/docs.txt && touch .venv-docs/.installed; }
 
 lint:
 	@python=$$(tools/setup_env.sh) && $$python -m ruff check . && $$python -m ruff format --check . && $$python -m mypy && \

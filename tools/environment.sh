@@ -24,19 +24,20 @@ prefix() { "$1" -c 'import os, sys; print(os.path.realpath(sys.prefix))'; }
 # needs a tenth of pip's seconds. It does not read what pip is configured with (indexes, folders of wheels, constraints, certificate),
 # so it gets that here. What uv cannot install, pip is asked for.
 pip_install() {
-    local python=$1 configured uv constraint flags=(-q --disable-pip-version-check) variables=(UV_NO_CONFIG=1 UV_INDEX_STRATEGY=unsafe-best-match)
+    local python=$1 configured uv each constraints=() flags=(-q --disable-pip-version-check) variables=(UV_NO_CONFIG=1 UV_INDEX_STRATEGY=unsafe-best-match)
     shift
     uv=${UV:-$(command -v "$(dirname "$python")/uv" || command -v uv || true)}
-    if [ -z "$uv" ] && PIP_REQUIRE_VIRTUALENV=1 "$python" -m pip install "${flags[@]}" uv 2>/dev/null; then
+    if [ -z "$uv" ] && "$python" -m pip install "${flags[@]}" uv 2>/dev/null; then
         uv=$(dirname "$python")/uv
     fi
     configured=$("$python" -m pip config list)
-    # setting NAME: what pip is configured with. Variables are listed before files, and are stronger.
-    setting() { sed -n "s/^[^=]*\.$1='\(.*\)'$/\1/p" <<<"$configured" | head -n 1; }
+    # setting NAME: what pip is configured with, its lines joined. Variables are listed before files, and are stronger.
+    setting() { sed -n "s/^[^=]*\.$1='\(.*\)'$/\1/p" <<<"$configured" | head -n 1 | sed 's/\\n/ /g'; }
     # tell VARIABLE NAME: give uv this setting of pip, unless it has one of its own.
     tell() {
         local value
         value=$(setting "$2")
+        if [ "$2" = find-links ]; then value=${value// /,}; fi
         if [ -n "$value" ] && [ -z "${!1:-}" ]; then variables+=("$1=$value"); fi
     }
     tell UV_DEFAULT_INDEX index-url
@@ -44,12 +45,12 @@ pip_install() {
     tell UV_FIND_LINKS find-links
     tell UV_INSECURE_HOST trusted-host
     tell SSL_CERT_FILE cert
-    constraint=$(setting constraint)
-    if [ -n "$uv" ] && env "${variables[@]}" "$uv" pip install -q --python "$python" ${constraint:+-c "$constraint"} "$@" >&2; then
+    for each in $(setting constraint); do constraints+=(-c "$each"); done
+    if [ -n "$uv" ] && env "${variables[@]}" "$uv" pip install -q --python "$python" "${constraints[@]}" "$@" >&2; then
         return
     fi
     say "uv is absent here or did not install that: by pip, which takes longer"
-    PIP_REQUIRE_VIRTUALENV=1 "$python" -m pip install "${flags[@]}" "$@" 2> >(grep -v '^WARNING: Location' >&2)
+    "$python" -m pip install "${flags[@]}" "$@" 2> >(grep -v '^WARNING: Location' >&2)
 }
 
 # is_current STAMP: whether STAMP is newer than everything that says what to install.
@@ -84,7 +85,7 @@ fill_environment() {
     fi
     command -v nvidia-smi >/dev/null || "$target" tools/cpu_torch.py "$constraints" "$constraints.cpu"
     if [ -e "$constraints.cpu" ]; then mv "$constraints.cpu" "$constraints"; fi
-    pip_install "$target" -c "$constraints" -e '.[dev]'
+    PIP_REQUIRE_VIRTUALENV=1 pip_install "$target" -c "$constraints" -e '.[dev]'
     # Where the environment forbids processes to write bytecode, each would compile these anew.
     "$target" -m compileall -q megatron_dppo packages tests tools
     PYTHONDONTWRITEBYTECODE='' "$target" -c 'import torch, megatron.core.models.gpt, transformers, aiohttp, pydantic'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,48 @@ def test_the_second_environment_takes_the_python_that_it_is_given(checkout: Path
     add_python(checkout, "given", "3.12")
     code, text = set_up(checkout, "setup_python312.sh", "given")
     assert code == 9 and "creating .venv312 with given" in text and "given -m venv" in text
+
+
+def install(tmp_path: Path, uv_code: int, **variables: str) -> tuple[int, str, str]:
+    """Run ``pip_install`` with a uv that only notes its call, and a Python whose pip says so. Returns also the note."""
+    uv = tmp_path / "uv"
+    uv.write_text(
+        f'#!/bin/bash\necho "$@" >>{tmp_path}/note\nenv | grep -E "^(UV_|SSL_)" >>{tmp_path}/note\nexit {uv_code}\n'
+    )
+    uv.chmod(0o755)
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/bash\nif [ "$3" = config ]; then exec {sys.executable} "$@"; fi\necho "pip: $@"\n'
+    )
+    python.chmod(0o755)
+    script = f"source {ROOT}/tools/environment.sh; pip_install {python} --no-deps -r list.txt"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "SSL_"))}
+    env = {**kept, "PIP_CONFIG_FILE": os.devnull, "UV": str(uv), **variables}
+    done = subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, (tmp_path / "note").read_text()
+
+
+def test_uv_gets_what_pip_is_configured_with_but_keeps_its_own_settings(tmp_path: Path) -> None:
+    config = tmp_path / "pip.conf"
+    config.write_text(
+        "[global]\nextra-index-url = https://b/simple\n  https://c/simple\nconstraint = /caps.txt\ncert = /ours.pem\n"
+    )
+    code, text, note = install(
+        tmp_path,
+        0,
+        PIP_CONFIG_FILE=str(config),
+        PIP_INDEX_URL="https://a/simple",
+        PIP_FIND_LINKS="/w",
+        UV_FIND_LINKS="/mine",
+    )
+    assert code == 0 and text == ""
+    call, *settings = note.splitlines()
+    assert call == f"pip install -q --python {tmp_path}/python -c /caps.txt --no-deps -r list.txt"
+    assert {"UV_DEFAULT_INDEX=https://a/simple", "SSL_CERT_FILE=/ours.pem", "UV_FIND_LINKS=/mine"} <= set(settings)
+    assert "UV_INDEX=https://b/simple https://c/simple" in " ".join(settings)
+
+
+def test_what_uv_cannot_install_is_installed_by_pip(tmp_path: Path) -> None:
+    code, text, note = install(tmp_path, 1, PIP_FIND_LINKS="/w /x")
+    assert code == 0 and text == "pip: -m pip install -q --disable-pip-version-check --no-deps -r list.txt\n"
+    assert note.startswith("pip install") and "UV_DEFAULT_INDEX" not in note and "UV_FIND_LINKS=/w,/x" in note
