@@ -224,8 +224,7 @@ def check_recorded_routes(train: TrainConfig) -> None:
     if train.router_replay == "recorded" and train.mini_batches * train.epochs == 1:
         raise ValueError(
             "train.router_replay = 'recorded' has no effect with one update per step: it replays the routing at the "
-            "start of the step in its later updates. Set train.mini_batches or train.epochs above 1, or use "
-            "'rollout'"
+            "start of the step in its later updates. Set train.mini_batches or train.epochs above 1, or use 'rollout'"
         )
 
 

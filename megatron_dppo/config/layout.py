@@ -336,8 +336,7 @@ def _silently_wrong_layouts(layout: Layout, shape: ModelShape) -> list[str]:
         problems.append(
             f"virtual_pipeline_model_parallel_size = {layout.vpp} with overlap_p2p_comm = false: Megatron's "
             "interleaved schedule then computes a wrong loss, and with 4 or more micro-batches gradients wrong by a "
-            "factor of 10. "
-            "Set overlap_p2p_comm = true"
+            "factor of 10. Set overlap_p2p_comm = true"
         )
     if shape.num_experts and shape.has_linear_bias and layout.etp > 1:
         problems.append(

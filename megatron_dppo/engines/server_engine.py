@@ -8,12 +8,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from megatron_dppo.engines.client_processes import ClientProcesses
-from megatron_dppo.engines.responder import (
-    InFlightResponse,
-    LoopThread,
-    PromptRoutes,
-    Responder,
-)
+from megatron_dppo.engines.responder import InFlightResponse, LoopThread, PromptRoutes, Responder
 from megatron_dppo.hf.folder import end_tokens, routing_shape
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse

@@ -96,8 +96,7 @@ def _lengths(sequence_ids: Tensor) -> list[int]:
     if runs.numel() != int(sequence_ids.unique().numel()):
         raise ValueError(
             "sequence_ids: the tokens of a sequence are not next to each other; prefix budgets need each sequence's "
-            "tokens next to each "
-            "other, in order"
+            "tokens next to each other, in order"
         )
     return [int(length) for length in lengths.tolist()]
 

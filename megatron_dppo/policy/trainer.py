@@ -19,12 +19,7 @@ from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.hf.folder import Weights, routing_shape
 from megatron_dppo.losses import Objective, with_cosines
 from megatron_dppo.mcore.checkpoint.folder import read_state
-from megatron_dppo.mcore.checkpoint.save_load import (
-    CheckpointSave,
-    check_can_save,
-    load_checkpoint,
-    save_checkpoint,
-)
+from megatron_dppo.mcore.checkpoint.save_load import CheckpointSave, check_can_save, load_checkpoint, save_checkpoint
 from megatron_dppo.mcore.forward import forward_backward, forward_hidden_states, forward_logprobs
 from megatron_dppo.mcore.head import OutputHead, TokenLogprobs
 from megatron_dppo.mcore.host_memory import DeviceState

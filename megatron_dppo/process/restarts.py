@@ -98,9 +98,8 @@ class Restarts:
 
     def _explain_limit(self, record: AttemptRecord) -> str:
         return (
-            f"{record.ends} attempts in a row ended without anything newer than {record.progress} in "
-            f"{self.output_dir} (--max-restarts {self.limit}), so the job is not queued again. Submit it again to "
-            "resume from there"
+            f"{record.ends} attempts in a row ended without anything newer than {record.progress} in {self.output_dir} "
+            f"(--max-restarts {self.limit}), so the job is not queued again. Submit it again to resume from there"
         )
 
     def _count_attempt(self, record: AttemptRecord) -> AttemptRecord:

@@ -15,12 +15,7 @@ from megatron_dppo.report.printable import printable
 from megatron_dppo.rewards.item import RewardItem, RewardResult
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.engine import SampledFuture
-from megatron_dppo.types import (
-    Completion,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-)
+from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
 
 
 class PromptSlot(NamedTuple):

@@ -22,16 +22,7 @@ from megatron_dppo.hf.families.family import (
     yarn_fields,
 )
 from megatron_dppo.hf.families.fused_experts import INTERLEAVED
-from megatron_dppo.hf.families.rules import (
-    DENSE_MLP,
-    GROUPED_ATTENTION,
-    QKV_BIAS,
-    H,
-    M,
-    Rule,
-    gated,
-    gated_bias,
-)
+from megatron_dppo.hf.families.rules import DENSE_MLP, GROUPED_ATTENTION, QKV_BIAS, H, M, Rule, gated, gated_bias
 from megatron_dppo.types.model_folder import HfConfig
 
 _A, _S = M + "self_attention.", H + "self_attn."
