@@ -3,8 +3,6 @@
 Every message names the value, what was expected, and what to change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 

@@ -1,7 +1,5 @@
 """Files of a run: limits, free space, errors of full disks in one line, synced writes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

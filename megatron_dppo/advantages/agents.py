@@ -1,7 +1,5 @@
 """Advantages of the agents of an environment: each agent's rewards relative to its own in the group's episodes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, cast
 

@@ -1,7 +1,5 @@
 """The advantages that ``train.advantage`` names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 

@@ -6,8 +6,6 @@ Source: arXiv 2601.05242 (PMLR v306, liu26aa), equations 4 and 5. Its equation 6
 ``train.advantage_normalization = "batch"``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -5,8 +5,6 @@
 Source: arXiv 2310.10505, algorithm 1, as verl 1dda039 (``compute_remax_outcome_advantage``) states it
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Rewards of groups of rollouts, and their advantages by the configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

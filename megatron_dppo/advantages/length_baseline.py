@@ -5,8 +5,6 @@
 Source: arXiv 2505.23585, as verl 1dda039 (``compute_opo_outcome_advantage``) states it
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Batch sizes of a step, collected from several sections."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

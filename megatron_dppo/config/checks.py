@@ -7,8 +7,6 @@ a ValueError whose text names the change that fixes it.
 # Every function raises as the docstring above says, for what its name says.
 # ruff: noqa: D103
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A relative path that exists is made absolute: in the folder of its file first, t
 configuration means the same from every folder, and records of a run do not depend on the spelling of its paths.
 """
 
-from __future__ import annotations
-
 import os
 import tomllib
 from fnmatch import fnmatchcase

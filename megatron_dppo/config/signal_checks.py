@@ -7,8 +7,6 @@ a ValueError whose text names the change that fixes it.
 # Every function raises as the docstring above says, for what its name says.
 # ruff: noqa: D103
 
-from __future__ import annotations
-
 from megatron_dppo.config.data import DataConfig
 from megatron_dppo.config.distillation import DistillationConfig
 from megatron_dppo.config.loss import LossConfig

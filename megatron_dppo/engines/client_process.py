@@ -6,8 +6,6 @@ as columns. Control calls stay with the trainer. Started as ``python -m megatron
 DESCRIPTOR``; it exits when the other end of that connection closes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The rollout engine whose responses come from inference servers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future

@@ -7,8 +7,6 @@ depends on that row alone, nothing is needed of the others, and nothing of the s
 multiplies by the gradient of the one number that came out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ The plain torch version works everywhere and is the oracle of the Triton one, wh
 installed. On the CPU it goes through a few rows at a time, so that every pass but the first reads from the cache.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

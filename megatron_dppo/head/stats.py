@@ -8,8 +8,6 @@ logits in float32 is in memory at a time.
 ``head.loss`` saves the fourth GEMM where the loss of a token depends on that token alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple

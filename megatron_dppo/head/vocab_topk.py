@@ -7,8 +7,6 @@ maximum ``m``, which is the first of the K; every rank merges the same candidate
 from each rank, 4 (2 K + 1) T bytes in fp32 (K at most V_local), none without a group or with one rank.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -7,8 +7,6 @@ unified gradient. Two *values* go with it: ``-A min(r, C) M log pi`` (``form = "
 (``"ratio"``, whose gradient is 0 above C, and below ``ratio_floor``). Compare gradients across frameworks, not curves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial

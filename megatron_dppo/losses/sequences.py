@@ -4,8 +4,6 @@ Tokens outside the mask count for nothing: neither as positions nor in a sum. Ea
 tokens in order and next to each other, as a packed row has them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Hugging Face weights into a sharded Megatron model and back, streamed one parameter at a time."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain

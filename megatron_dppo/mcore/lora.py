@@ -4,8 +4,6 @@ They are in a module of their own in each model chunk (``chunk.adapters``). Mega
 then hold adapters and nothing else. Layers of Transformer Engine and of ``megatron_dppo_megatron_cpu`` work alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

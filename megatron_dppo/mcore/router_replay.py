@@ -9,8 +9,6 @@ backward pass. The pipeline schedules run the micro-batches of a chunk in the sa
 are right if forward hooks set them when a chunk begins a forward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

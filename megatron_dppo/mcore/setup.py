@@ -1,7 +1,5 @@
 """Process groups and random states: Megatron's globals, returned as explicit arguments."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """Collectives of Python objects between the ranks of a group."""
 
-from __future__ import annotations
-
 import io
 import math
 import pickle

@@ -1,7 +1,5 @@
 """The policy on this rank: updates, log-probabilities, weights and checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path

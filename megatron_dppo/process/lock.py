@@ -12,8 +12,6 @@ An owner that is an earlier attempt of the same Slurm job, on a node that Slurm 
 (``claim``).
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

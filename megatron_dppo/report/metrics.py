@@ -1,7 +1,5 @@
 """Metrics: global reduction of (numerator, denominator) pairs, and the writer of ``metrics.jsonl``."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

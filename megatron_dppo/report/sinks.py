@@ -1,7 +1,5 @@
 """Sinks of each step's metrics besides ``metrics.jsonl``: TensorBoard, Weights & Biases and other trackers."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Loading of the function that ``reward.function`` names, ready to be called in a worker process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast

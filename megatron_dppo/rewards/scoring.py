@@ -1,7 +1,5 @@
 """The worker process: it calls the user's function, which may do anything, and sends back the results."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import io

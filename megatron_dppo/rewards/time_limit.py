@@ -1,7 +1,5 @@
 """A time limit that counts a process's own time: a wait for a CPU on a loaded machine is not charged to it."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from typing import NamedTuple

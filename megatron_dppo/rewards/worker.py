@@ -1,7 +1,5 @@
 """The trainer's side of one worker process, which it can kill: real time limits for code that may never return."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import signal
 import time

@@ -1,7 +1,5 @@
 """Submitted groups, their futures, and the thread that scores them."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable, Sequence

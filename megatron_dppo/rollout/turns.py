@@ -14,8 +14,6 @@ the recorded tokens until these are used up. A function that behaves differently
 difference, and the recorded tokens after it are dropped.
 """
 
-from __future__ import annotations
-
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -9,8 +9,6 @@ A checkpoint of unfinished groups stores the response's fields directly (``rollo
 token is not a column, because its spans cover runs of tokens (``VersionSpan``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum

@@ -4,8 +4,6 @@ One call of ``WeightSync.send`` is one attempt. It never leaves a server that ge
 server that fails in between stays paused or reports version -1, and is not part of the result.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence

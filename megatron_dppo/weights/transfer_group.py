@@ -1,7 +1,5 @@
 """Trainer side of a weight broadcast to inference servers, which are other programs with their own torch."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Iterator, Sequence

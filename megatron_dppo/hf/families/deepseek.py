@@ -4,8 +4,6 @@ The norms of the latents use the model's ``rms_norm_eps``, as in Megatron, SGLan
 (``build_hf_model``). transformers uses 1e-6 there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Definition of a model family, and the parts that families share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

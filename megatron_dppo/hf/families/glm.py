@@ -1,7 +1,5 @@
 """GLM-4.5 and GLM-4.5-Air: sigmoid routers, shared experts, partial rotary embedding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape

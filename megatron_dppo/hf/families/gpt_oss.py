@@ -1,7 +1,5 @@
 """Models gpt-oss: attention sinks, windows in every other layer, biases everywhere, a clamped SwiGLU, YaRN."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape

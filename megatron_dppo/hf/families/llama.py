@@ -1,7 +1,5 @@
 """Llama 2 and 3, and Mistral."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from megatron_dppo.config.layout import ModelShape

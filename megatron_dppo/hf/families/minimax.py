@@ -1,7 +1,5 @@
 """MiniMax-M2: sigmoid routers with a bias, OLMoE's norms over all heads, Mixtral's names, half of a head rotated."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

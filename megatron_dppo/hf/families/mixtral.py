@@ -1,7 +1,5 @@
 """Mixtral: Mistral's attention, and experts with names of their own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

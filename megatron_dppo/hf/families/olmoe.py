@@ -1,7 +1,5 @@
 """OLMoE: norms over all heads of queries and keys, and routers whose weights add up to less than 1."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape

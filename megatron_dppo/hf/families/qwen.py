@@ -1,7 +1,5 @@
 """Qwen2, Qwen2-MoE, Qwen3 and Qwen3-MoE."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Qwen3-Next and the text model of Qwen3.5-MoE: gated delta nets, with gated full attention in every fourth layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

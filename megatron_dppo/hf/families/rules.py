@@ -3,8 +3,6 @@
 A rule joins the Hugging Face tensors of one Megatron parameter into the *full* Megatron tensor, and splits it again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
