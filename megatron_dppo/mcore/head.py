@@ -25,10 +25,10 @@ from megatron_dppo.head.checks import check_slots
 from megatron_dppo.head.columns import looked_up_ids
 from megatron_dppo.head.loss import LossFunction, dppo_head_loss
 from megatron_dppo.head.mixed_gemm import logits_into
-from megatron_dppo.head.stats import HeadStatistics, loss_inputs, vocab_parallel_head_stats
+from megatron_dppo.head.stats import loss_inputs, vocab_parallel_head_stats
 from megatron_dppo.head.teacher import TeacherTargets, add_distillation
 from megatron_dppo.head.vocab_logprobs import shard_range
-from megatron_dppo.head.vocab_topk import keep_only, vocab_parallel_statistics, vocab_parallel_topk
+from megatron_dppo.head.vocab_topk import HeadStatistics, keep_only, vocab_parallel_statistics, vocab_parallel_topk
 from megatron_dppo.losses import SUPERVISED, Objective, no_policy_loss
 from megatron_dppo.mcore.row import MicroBatchRow
 from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, LossOutput, Metric, SamplingMask, TokenTargets
@@ -274,7 +274,7 @@ class OutputHead:
             # The slots here include the label's, so that the mass outside excludes it. The fused head adds the label
             # itself.
             statistics = statistics._replace(id_logprobs=statistics.id_logprobs[:, :-1])
-        return HeadStatistics(*statistics, None, None)
+        return statistics
 
     def _gather_hidden(self, hidden: Tensor) -> Tensor:
         """Return the hidden states ``[T, H]`` on every tensor-parallel rank; backward sums the ranks' gradients."""

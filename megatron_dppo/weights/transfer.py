@@ -19,8 +19,8 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import Weights
 from megatron_dppo.weights.attempt import Attempt, catch_server_error
 from megatron_dppo.weights.transfer_group import (
-    GroupTransport,
     TensorBucket,
+    TorchTransport,
     describe_tensors,
     flatten_bucket,
     sort_widest_first,
@@ -87,7 +87,7 @@ class BroadcastTransfer:
         servers: Sequence[InferenceServer],
         config: WeightSyncConfig,
         device: torch.device,
-        transport: GroupTransport,
+        transport: TorchTransport,
     ) -> None:
         self._servers = servers
         self._config = config
