@@ -1,10 +1,9 @@
 """The parallel layout: how ranks, layers, heads, experts and samples divide, checked before a run starts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
 from megatron_dppo.config.batch import BatchSizes
 from megatron_dppo.config.model import ParallelConfig
@@ -70,7 +69,7 @@ class ModelShape:
     has_linear_bias: bool = False
     """True if the output projection, routers and experts have biases."""
 
-    def tensor_parallel_shard(self, parts: int) -> ModelShape:
+    def tensor_parallel_shard(self, parts: int) -> Self:
         """Return the shape with the heads of one of ``parts`` tensor-parallel ranks."""
         linear = self.linear
         if linear is not None:

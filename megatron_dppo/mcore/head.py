@@ -4,12 +4,10 @@ GPTModel returns its hidden states instead of logits: by its hook ``output_proce
 an output layer that passes its input through. The plain output layer is the reference in tests of the fused head.
 """
 
-from __future__ import annotations
-
 import inspect
 from copy import copy
 from dataclasses import replace
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, Self, TypedDict
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -112,7 +110,7 @@ class OutputHead:
         self._group = tp_group
         self._common: _HeadOptions = {"group": tp_group, "vocab_size": vocab_size, "temperature": temperature}
 
-    def at_temperature(self, temperature: float) -> OutputHead:
+    def at_temperature(self, temperature: float) -> Self:
         """Return a head with the same output layer at another temperature."""
         head = copy(self)
         head._common = {**self._common, "temperature": temperature}

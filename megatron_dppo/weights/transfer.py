@@ -4,12 +4,10 @@ Rank 0 holds at most two buckets: the one in flight and the one that is gathered
 each other, since an engine must open its receives in the order of the broadcasts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -46,7 +44,7 @@ class Buckets:
         self._first: tuple[str, Tensor] | None = None
         """Tensor that did not fit into the previous bucket."""
 
-    def __aiter__(self) -> Buckets:
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Tensors:

@@ -97,10 +97,6 @@ def _conv_sections(shape: ModelShape) -> tuple[int, ...]:
     return _linear(shape).sections[:3]
 
 
-def _sections_of_kinds(shape: ModelShape) -> tuple[tuple[int, ...], ...]:
-    return _conv_sections(shape), (1,), (1,), (1,)
-
-
 _ATTENTION = (
     Rule(_A + "linear_qkv.layer_norm_weight", (H + "input_layernorm.weight",)),
     Rule(_A + "linear_qkv.weight", tuple(f"{_S}{x}_proj.weight" for x in "qkv"), 0, _join_gated_qkv, _split_gated_qkv),
@@ -129,7 +125,9 @@ def _linear_rules(
 
 
 _BY_KEY_HEAD = _linear_rules(("qkvz", "ba"), _join_by_key_head, _split_by_key_head)
-_BY_KIND = _linear_rules(("qkv", "z", "b", "a"), concatenate, _split_kinds, _sections_of_kinds)
+_BY_KIND = _linear_rules(
+    ("qkv", "z", "b", "a"), concatenate, _split_kinds, lambda shape: (_conv_sections(shape), (1,), (1,), (1,))
+)
 
 
 def _linear_shape(hf_config: HfConfig) -> LinearAttentionShape:

@@ -42,10 +42,6 @@ def _split_gated(full: Tensor, shape: ModelShape) -> list[Tensor]:
     return list(full.chunk(2, 0))
 
 
-def _halves(shape: ModelShape) -> tuple[int, ...]:
-    return 1, 1
-
-
 def cut_sections(tensor: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
     """Return the sections of a tensor along a dimension, by their relative sizes."""
     rows = tensor.shape[dim]
@@ -101,7 +97,14 @@ def gated(megatron: str, hf: str) -> tuple[Rule, Rule]:
     suffix = "{expert}" if "{expert}" in hf else ""
     gate_up = tuple(f"{H}{hf}.{x}_proj.weight" for x in ("gate", "up"))
     return (
-        Rule(f"{M}{megatron}.linear_fc1.weight{suffix}", gate_up, 0, concatenate, _split_gated, sections=_halves),
+        Rule(
+            f"{M}{megatron}.linear_fc1.weight{suffix}",
+            gate_up,
+            0,
+            concatenate,
+            _split_gated,
+            sections=lambda shape: (1, 1),
+        ),
         Rule(f"{M}{megatron}.linear_fc2.weight{suffix}", (f"{H}{hf}.down_proj.weight",), shard_dim=1),
     )
 
