@@ -9,9 +9,9 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from megatron_dppo.config import checks, signal_checks
-from megatron_dppo.config.batch import BatchSizes
 from megatron_dppo.config.data import DataConfig, EvalConfig
 from megatron_dppo.config.distillation import DistillationConfig
+from megatron_dppo.config.layout import BatchSizes
 from megatron_dppo.config.loss import AnyLoss, LossConfig
 from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
