@@ -30,7 +30,7 @@ def _or_triton(function: Callable[Concatenate[Tensor, _P], Tensor]) -> Callable[
     name = function.__name__.removesuffix("_torch")
 
     @functools.wraps(function)
-    def choose(logits: Tensor, *args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+    def choose(logits: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> Tensor:
         triton = triton_kernels(logits)
         chosen: Callable[..., Tensor] = function if triton is None else getattr(triton, name)
         return chosen(logits, *args, **kwargs)

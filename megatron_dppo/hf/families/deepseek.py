@@ -20,7 +20,7 @@ from megatron_dppo.hf.families.family import (
     rope_parameters,
     yarn_fields,
 )
-from megatron_dppo.hf.families.rules import DENSE_MLP, H, M, Rule
+from megatron_dppo.hf.families.rules import H, M, Rule
 from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, SIGMOID_KEYS, SIGMOID_TINY, sigmoid_fields, sigmoid_shape
 from megatron_dppo.types.model_folder import HfConfig
 
@@ -168,7 +168,6 @@ _family = partial(
     fields=_fields,
     rope=_rope,
     attention=_attention,
-    dense=DENSE_MLP,
     experts=SIGMOID_EXPERTS,
     other_keys=(*SIGMOID_KEYS, "first_k_dense_replace", "qk_head_dim"),
     served_keys=_served_keys,

@@ -19,7 +19,7 @@ from megatron_dppo.hf.families.family import (
     require_values,
 )
 from megatron_dppo.hf.families.qwen import SHARED_EXPERT
-from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, QK_NORM, H, Join, M, Rule, Split, concatenate
+from megatron_dppo.hf.families.rules import EXPERTS, QK_NORM, H, Join, M, Rule, Split, concatenate
 from megatron_dppo.types.model_folder import HfConfig
 
 _A, _S = M + "self_attention.", H + "self_attn."
@@ -244,7 +244,6 @@ _family = partial(
     # Sections of positions (mrope) differ for images only; text has the same position in each.
     rope=partial_rope,
     attention=lambda shape: _ATTENTION,
-    dense=DENSE_MLP,
     experts=EXPERTS + SHARED_EXPERT,
     other_keys=(
         *("attn_output_gate", "output_gate_type", "qkv_bias", "layer_scale", "dual_chunk_attention_config"),
