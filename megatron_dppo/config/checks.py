@@ -176,11 +176,7 @@ def check_batch_invariant(
     ):
         size = getattr(parallel, key) or 1
         requirements.append((size > limit, f"parallel.{key}", size, f"at most {limit}"))
-    problems = [
-        f"{name} = {value!r} (expected {expected})"
-        for is_incompatible, name, value, expected in requirements
-        if is_incompatible
-    ]
+    problems = [f"{name} = {value!r} (expected {expected})" for bad, name, value, expected in requirements if bad]
     if problems:
         raise ValueError(f"rollout.batch_invariant = true is incompatible with {'; '.join(problems)}")
 
