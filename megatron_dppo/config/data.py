@@ -132,15 +132,10 @@ class DataConfig(Section):
         return {name: weight for name, weight in weights.items() if weight is not None}
 
     @model_validator(mode="after")
-    def _sources_are_listed_once(self) -> Self:
+    def _sources_exist_once(self) -> Self:
         names = self.source_names
         if repeated := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"data.train has the source {repeated[0]!r} twice; remove one")
-        return self
-
-    @model_validator(mode="after")
-    def _sources_exist(self) -> Self:
-        names = self.source_names
         for name in self.sources:
             if name not in names:
                 close = [each for each in names if Path(each).name == name] or get_close_matches(name, names, 1)

@@ -352,7 +352,7 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _sync_method_works_when_colocated(self) -> Self:
+    def _sync_method_fits_the_servers(self) -> Self:
         if self.servers.colocated and self.weight_sync.method == "distributed":
             raise ValueError(
                 "servers.colocated = true with weight_sync.method = 'distributed': NCCL refuses two processes on "
@@ -364,10 +364,6 @@ class RolloutConfig(Section):
                 "servers.colocated = true with weight_sync.method = 'adapter': servers that release their memory "
                 "lose the base model, which is not sent again. Set method to 'ipc' or 'disk'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _quantized_weights_use_disk(self) -> Self:
         model, method = self.servers.model, self.weight_sync.method
         if model is not None and method != "disk":
             raise ValueError(
