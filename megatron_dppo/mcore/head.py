@@ -29,6 +29,7 @@ from megatron_dppo.head.vocab_logprobs import shard_range
 from megatron_dppo.head.vocab_topk import HeadStatistics, keep_only, vocab_parallel_statistics, vocab_parallel_topk
 from megatron_dppo.losses import SUPERVISED, Objective, no_policy_loss
 from megatron_dppo.mcore.row import MicroBatchRow
+from megatron_dppo.parallel.objects import all_gather
 from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, LossOutput, Metric, SamplingMask, TokenTargets
 from megatron_dppo_megatron_cpu.context import ContextShard
 
@@ -198,10 +199,7 @@ class OutputHead:
         rows = self._gather_hidden(hidden)[positions]
         weight = self.weight()
         local_logits = logits_into(rows, weight, None, rows.new_empty(len(rows), len(weight), dtype=torch.float32))
-        shards = [local_logits]
-        if self._group is not None:
-            shards = [torch.empty_like(local_logits) for _ in range(self._group.size())]
-            torch.distributed.all_gather(shards, local_logits, group=self._group)
+        shards = [local_logits] if self._group is None else all_gather(local_logits, self._group)
         # Megatron pads the vocabulary at its end, so the padding is cut off after the shards are joined.
         return rows, torch.cat(shards, 1)[:, : self._common["vocab_size"]]
 

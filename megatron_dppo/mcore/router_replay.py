@@ -16,7 +16,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -25,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.mcore.layer_replay import LayerReplay, ReplayCounts
+from megatron_dppo.parallel.objects import all_gather
 from megatron_dppo.types import MISSING_EXPERT, Metric, MicroBatch, MicroBatches, RoutingShape
 from megatron_dppo_megatron_cpu.context import ContextShard
 
@@ -217,9 +217,7 @@ class ReplayDriver:
         # As bytes, because NCCL has no int16.
         raw = routes.view(torch.uint8)
         if self._tp_group is not None:
-            parts = [torch.empty_like(raw) for _ in range(self._tp_group.size())]
-            dist.all_gather(parts, raw, group=self._tp_group)
-            raw = torch.cat(parts)
+            raw = torch.cat(all_gather(raw, self._tp_group))
         if self._cp_group is not None:
             raw = ContextShard.of(batch.cu_seqlens, self._cp_group).to(raw.device).gather(raw)
         return raw.view(routes.dtype)

@@ -84,6 +84,16 @@ def all_gather_objects(value: T, group: ProcessGroup | None) -> list[T]:
     return values  # type: ignore[return-value]
 
 
+def all_gather(local: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+    """Return the tensors of all ranks of a group, which have the same shape."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [local]
+    gathered = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(size)]
+    dist.all_gather(gathered, local.contiguous(), group=group)
+    return gathered
+
+
 def gather_objects(value: T, group: ProcessGroup | None) -> list[T]:
     """Gather the values of all ranks on the first rank, in rank order, without pickling tensors; others get []."""
     size = 1 if group is None else dist.get_world_size(group)
