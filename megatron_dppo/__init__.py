@@ -12,30 +12,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_dppo.advantages.group_relative import group_relative_advantages
-    from megatron_dppo.config.loss import LossConfig
-    from megatron_dppo.head.loss import dppo_head_loss
-    from megatron_dppo.head.vocab_logprobs import vocab_parallel_logprobs
-    from megatron_dppo.head.vocab_topk import vocab_parallel_topk
-    from megatron_dppo.public import dppo_loss, policy_loss
-    from megatron_dppo.types import LossInputs, LossOutput, SamplingMask, TokenTargets
+    from megatron_dppo.advantages.group_relative import group_relative_advantages as group_relative_advantages
+    from megatron_dppo.config.loss import LossConfig as LossConfig
+    from megatron_dppo.head.loss import dppo_head_loss as dppo_head_loss
+    from megatron_dppo.head.vocab_logprobs import vocab_parallel_logprobs as vocab_parallel_logprobs
+    from megatron_dppo.head.vocab_topk import vocab_parallel_topk as vocab_parallel_topk
+    from megatron_dppo.public import dppo_loss as dppo_loss
+    from megatron_dppo.public import policy_loss as policy_loss
+    from megatron_dppo.types import LossInputs as LossInputs
+    from megatron_dppo.types import LossOutput as LossOutput
+    from megatron_dppo.types import SamplingMask as SamplingMask
+    from megatron_dppo.types import TokenTargets as TokenTargets
 
 __version__ = "0.1.0"
-__all__ = [
-    "LossConfig",
-    "LossInputs",
-    "LossOutput",
-    "SamplingMask",
-    "TokenTargets",
-    "__version__",
-    "dppo_head_loss",
-    "dppo_loss",
-    "group_relative_advantages",
-    "policy_loss",
-    "vocab_parallel_logprobs",
-    "vocab_parallel_topk",
-]
-
 _MODULES = {
     "SamplingMask": "types",
     "LossConfig": "config.loss",
@@ -49,7 +38,7 @@ _MODULES = {
     "vocab_parallel_logprobs": "head.vocab_logprobs",
     "vocab_parallel_topk": "head.vocab_topk",
 }
-
+__all__ = sorted(["__version__", *_MODULES])
 
 _RENAMED = {"KeptSets": "SamplingMask"}
 """Names of earlier versions that still work."""

@@ -3,8 +3,6 @@
 Every message names the value, what was expected, and what to change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -35,32 +33,30 @@ class MultipleErrors(UserError):
         self.on_every_rank = all(error.on_every_rank for error in errors)
 
 
+class OneRankError(UserError):
+    """An error that other ranks may not have."""
+
+    on_every_rank = False
+
+
 class DataError(UserError):
     """A data file that is missing, empty, or holds a bad row."""
 
 
-class RewardError(UserError):
+class RewardError(OneRankError):
     """A reward function that cannot be loaded or that fails on every sample."""
 
-    on_every_rank = False
 
-
-class ExtensionError(UserError):
+class ExtensionError(OneRankError):
     """A C++ extension that cannot be compiled or loaded on this machine."""
 
-    on_every_rank = False
 
-
-class FunctionError(UserError):
+class FunctionError(OneRankError):
     """A user function that cannot be loaded, raises, or returns the wrong type."""
 
-    on_every_rank = False
 
-
-class GenerateError(UserError):
+class GenerateError(OneRankError):
     """A ``rollout.generate`` function that cannot be loaded, raises, or does not return a response."""
-
-    on_every_rank = False
 
 
 class PublishError(UserError):
@@ -79,16 +75,12 @@ class RendezvousError(UserError):
     exit_code = 4
 
 
-class DiskError(UserError):
+class DiskError(OneRankError):
     """A file that cannot be written: a full or read-only disk, missing rights, a failing device."""
 
-    on_every_rank = False
 
-
-class JobError(UserError):
+class JobError(OneRankError):
     """Ranks of a job that do not find each other."""
-
-    on_every_rank = False
 
 
 class PlanError(UserError):

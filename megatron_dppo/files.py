@@ -1,14 +1,13 @@
 """Files of a run: limits, free space, errors of full disks in one line, synced writes."""
 
-from __future__ import annotations
-
 import errno
+import fcntl
 import os
 import re
 import resource
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -109,6 +108,26 @@ def read_regular_file(path: Path, limit: int = MAX_STATE_BYTES) -> bytes:
         if status.st_size > limit:
             raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than {limit}", str(path))
         return file.read()
+
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+def try_lock(file: int, lock: Callable[[int, int], None]) -> bool:
+    """Return False if another process has the lock of an open file. On a file system without locks nobody has it.
+
+    Args:
+        file: Descriptor.
+        lock: ``fcntl.flock`` or ``fcntl.lockf``.
+    """
+    try:
+        lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
 
 
 def existing_parent(path: Path) -> Path:

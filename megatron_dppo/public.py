@@ -3,8 +3,6 @@
 The trainer of this package has its own guard, so it calls ``losses.policy_loss``, which checks none of this.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import torch

@@ -1,7 +1,5 @@
 """Names of data sources: what messages, metrics and ``[data.sources]`` call a file, a task or a data set of the hub."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``torchrun ... -m megatron_dppo.train CONFIG [--section.key value ...]``."""
 
-from __future__ import annotations
-
 import sys
 
 if __name__ == "__main__":

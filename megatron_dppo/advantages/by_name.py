@@ -1,17 +1,20 @@
 """The advantages that ``train.advantage`` names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.advantages.decoupled_rewards import decoupled_advantages, reward_parts
-from megatron_dppo.advantages.greedy_baseline import greedy_advantages, greedy_rewards
+from megatron_dppo.advantages.baselines import (
+    decoupled_advantages,
+    greedy_advantages,
+    greedy_rewards,
+    length_weighted_advantages,
+    reward_parts,
+    sampled_lengths,
+)
 from megatron_dppo.advantages.group_relative import group_relative_advantages
-from megatron_dppo.advantages.length_baseline import length_weighted_advantages, sampled_lengths
 from megatron_dppo.config.user_functions import UserFunction, get_user_function
 from megatron_dppo.errors import FunctionError, UserError
 from megatron_dppo.functions import has_parameter, is_function_name

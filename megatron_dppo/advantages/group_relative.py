@@ -1,7 +1,5 @@
 """Rewards relative to their group: minus the mean, or the mean of the others, or divided by the deviation."""
 
-from __future__ import annotations
-
 from typing import Literal, cast
 
 import torch

@@ -1,7 +1,5 @@
 """``train --dry-run``: all checks that precede a run, with every problem in one message."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

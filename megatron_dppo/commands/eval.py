@@ -1,7 +1,5 @@
 """``megatron-dppo eval``: metrics of a run's or a Hugging Face folder's weights."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

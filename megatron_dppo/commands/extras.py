@@ -1,7 +1,5 @@
 """Packages of the extra ``train`` (setup.py), and the message of a command that misses one."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from megatron_dppo.errors import ConfigError

@@ -1,7 +1,5 @@
 """``megatron-dppo generate``: responses of a run's or a Hugging Face folder's weights."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

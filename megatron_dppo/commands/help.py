@@ -1,7 +1,5 @@
 """``megatron-dppo help KEY``: explanation of a key of the configuration."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

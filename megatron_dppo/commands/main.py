@@ -1,7 +1,5 @@
 """Command line of the package: ``megatron-dppo COMMAND``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -1,7 +1,5 @@
 """Lines of ``train --dry-run`` about what a run would do: prompts, rewards, sizes, checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The commands of ``megatron-dppo``: modules that packages offer as entry points of one group."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint

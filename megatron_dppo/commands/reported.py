@@ -1,7 +1,5 @@
 """Commands end with a message and an exit code instead of a traceback."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """``megatron-dppo restarts EVENT CONFIG``: decide for a launch script whether to requeue its job."""
 
-from __future__ import annotations
-
 import argparse
 from collections import deque
 from collections.abc import Sequence

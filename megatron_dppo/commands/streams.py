@@ -1,7 +1,5 @@
 """Standard streams that any output can go to."""
 
-from __future__ import annotations
-
 import os
 import sys
 

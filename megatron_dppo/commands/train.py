@@ -1,7 +1,5 @@
 """``megatron-dppo train CONFIG``: post-train a model."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -4,11 +4,6 @@
 a ValueError whose text names the change that fixes it.
 """
 
-# Every function raises as the docstring above says, for what its name says.
-# ruff: noqa: D103
-
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,26 +95,21 @@ _INCOMPATIBLE_WITH_LORA = {
 """Megatron options under which a layer is not computed as its adapter assumes, each with the reason."""
 
 
-def check_adapter_sync(rollout: RolloutConfig, lora: LoraConfig, model: ModelConfig) -> None:
-    if rollout.weight_sync.method != "adapter":
-        return
-    if not lora.rank:
+def check_lora(rollout: RolloutConfig, lora: LoraConfig, model: ModelConfig) -> None:
+    """Check that adapters can be sent, and that Megatron computes each layer as its adapter assumes."""
+    sends_adapter = rollout.weight_sync.method == "adapter"
+    if sends_adapter and not lora.rank:
         raise ValueError(
             "rollout.weight_sync.method = 'adapter' with lora.rank = 0: there is no adapter to send. Set lora.rank, "
             "or set method to 'distributed' or 'disk'"
         )
-    if model.random_init:
+    if sends_adapter and model.random_init:
         raise ValueError(
             "rollout.weight_sync.method = 'adapter' with model.random_init = true: the servers load the base model "
             "from model.path, so it must contain weights. Set random_init = false"
         )
-
-
-def check_lora(lora: LoraConfig, model: ModelConfig) -> None:
-    if not lora.rank:
-        return
     for key, reason in _INCOMPATIBLE_WITH_LORA.items():
-        if model.transformer.get(key):
+        if lora.rank and model.transformer.get(key):
             raise ValueError(
                 f"lora.rank = {lora.rank} with model.transformer.{key} = {model.transformer[key]!r}: {reason}. "
                 "Remove it"
@@ -141,6 +131,7 @@ def check_batch_invariant(
     agent: AgentConfig,
     evaluation: EvalConfig,
 ) -> None:
+    """Check that all ranks can sample in lockstep with the trainer's own model."""
     if not rollout.batch_invariant:
         return
     model_dtype = f"model.dtype = {model.dtype!r}, because it samples with these weights"
@@ -185,11 +176,7 @@ def check_batch_invariant(
     ):
         size = getattr(parallel, key) or 1
         requirements.append((size > limit, f"parallel.{key}", size, f"at most {limit}"))
-    problems = [
-        f"{name} = {value!r} (expected {expected})"
-        for is_incompatible, name, value, expected in requirements
-        if is_incompatible
-    ]
+    problems = [f"{name} = {value!r} (expected {expected})" for bad, name, value, expected in requirements if bad]
     if problems:
         raise ValueError(f"rollout.batch_invariant = true is incompatible with {'; '.join(problems)}")
 
@@ -198,6 +185,7 @@ def check_batch_invariant(
 
 
 def check_recomputed_logprobs(loss: LossConfig, rollout: RolloutConfig, train: TrainConfig) -> None:
+    """Check that the log-probabilities that the loss compares exist."""
     if not rollout.return_logprobs:
         raise ValueError(
             f"loss.name = {loss.name!r} uses the rollout policy's own log-probabilities, but "
@@ -211,25 +199,19 @@ def check_recomputed_logprobs(loss: LossConfig, rollout: RolloutConfig, train: T
         )
 
 
-def check_order(rollout: RolloutConfig, train: TrainConfig) -> None:
+def check_steps(rollout: RolloutConfig, train: TrainConfig, run: RunConfig) -> None:
+    """Check order, routes and time limits of training steps."""
     if rollout.order == "completed" and train.max_staleness < 2:
         raise ValueError(
             f"rollout.order = 'completed' with train.max_staleness = {train.max_staleness}: a group that waits one "
             "step while others are trained on becomes two steps old. Set max_staleness to at least 2, or "
             "rollout.order = 'stream'"
         )
-
-
-def check_recorded_routes(train: TrainConfig) -> None:
     if train.router_replay == "recorded" and train.mini_batches * train.epochs == 1:
         raise ValueError(
             "train.router_replay = 'recorded' has no effect with one update per step: it replays the routing at the "
-            "start of the step in its later updates. Set train.mini_batches or train.epochs above 1, or use "
-            "'rollout'"
+            "start of the step in its later updates. Set train.mini_batches or train.epochs above 1, or use 'rollout'"
         )
-
-
-def check_sync_time(rollout: RolloutConfig, run: RunConfig) -> None:
     # Other ranks wait for rank 0's sync inside a collective, so its limit must be the longer one.
     limit = 60 * run.timeout_minutes
     sync = rollout.weight_sync.timeout_seconds
@@ -241,15 +223,13 @@ def check_sync_time(rollout: RolloutConfig, run: RunConfig) -> None:
         )
 
 
-def check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:
+def check_rewards(reward: RewardConfig, rollout: RolloutConfig, data: DataConfig) -> None:
+    """Check the length penalty, and that each source has a reward function."""
     if reward.overlong_buffer_tokens >= rollout.max_new_tokens:
         raise ValueError(
             f"reward.overlong_buffer_tokens = {reward.overlong_buffer_tokens} must be below rollout.max_new_tokens = "
             f"{rollout.max_new_tokens}, otherwise every response gets a penalty. DAPO uses a fifth of it"
         )
-
-
-def check_reward_sources(data: DataConfig, reward: RewardConfig) -> None:
     functions = reward.functions
     known = list(data.names.values())
     for name, function in functions.items():
@@ -271,6 +251,7 @@ def check_reward_sources(data: DataConfig, reward: RewardConfig) -> None:
 
 
 def check_sources(data: DataConfig, rollout: RolloutConfig, reward: RewardConfig, agent: AgentConfig) -> None:
+    """Check the limits of single sources."""
     buffer = reward.overlong_buffer_tokens
     for name, source in data.sources.items():
         section = f'data.sources."{name}"'
@@ -291,6 +272,7 @@ def check_sources(data: DataConfig, rollout: RolloutConfig, reward: RewardConfig
 
 
 def check_mini_batches(rollout: RolloutConfig, train: TrainConfig) -> None:
+    """Check that a step's samples divide."""
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     if samples % train.mini_batches:
         raise ValueError(
@@ -300,15 +282,13 @@ def check_mini_batches(rollout: RolloutConfig, train: TrainConfig) -> None:
         )
 
 
-def check_reference(model: ModelConfig, *, is_needed: bool) -> None:
-    if model.reference_path is not None and not is_needed:
+def check_model(model: ModelConfig, distillation: DistillationConfig, *, needs_reference: bool) -> None:
+    """Check that the reference policy is used, and that the initial weights can be trained."""
+    if model.reference_path is not None and not needs_reference:
         raise ValueError(
             f"model.reference_path = {model.reference_path!r} has no effect without reward.kl_coef above 0, "
             "or loss.kl_coef above 0 and loss.kl_target = 'reference'; set them, or remove it"
         )
-
-
-def check_random_weights(model: ModelConfig, distillation: DistillationConfig) -> None:
     if model.random_init and not distillation.is_enabled:
         raise ValueError(
             "model.random_init = true starts RL from random weights, which never reach a reward. Set model.path to a "
@@ -320,7 +300,13 @@ def check_random_weights(model: ModelConfig, distillation: DistillationConfig) -
 # Evaluation, forks, and servers that share the trainer's GPUs.
 
 
-def check_evaluations(evaluation: EvalConfig, data: DataConfig, checkpoint: CheckpointConfig) -> None:
+def check_evaluations(
+    evaluation: EvalConfig, data: DataConfig, checkpoint: CheckpointConfig, rollout: RolloutConfig
+) -> None:
+    """Check that an evaluation has prompts, and that its result comes in time.
+
+    A vLLM server that returns the allowed ids rejects every request without top-k.
+    """
     has_prompts = data.eval is not None
     setting = "checkpoint.keep_best = true" if checkpoint.keep_best else ""
     if evaluation.stop_at_accuracy is not None:
@@ -336,13 +322,8 @@ def check_evaluations(evaluation: EvalConfig, data: DataConfig, checkpoint: Chec
             "checkpoint.keep_best = true with eval.overlap_training = true: when the result of an evaluation "
             "arrives, the weights have changed. Remove one of them"
         )
-
-
-def check_eval_filters(evaluation: EvalConfig, rollout: RolloutConfig, data: DataConfig) -> None:
-    """Reject evaluation without top-k on a vLLM server that returns the allowed ids: it rejects every such request."""
-    if data.eval is None or rollout.engine != "vllm" or not rollout.has_filters:
-        return
-    if evaluation.temperature and not evaluation.top_k:
+    returns_ids = rollout.engine == "vllm" and rollout.has_filters
+    if has_prompts and returns_ids and evaluation.temperature and not evaluation.top_k:
         raise ValueError(
             f"eval.top_k = 0 with eval.temperature = {evaluation.temperature}, rollout.engine = 'vllm' and rollout "
             "filters: a vLLM server that returns the allowed token ids rejects requests without top_k. Set "
@@ -351,6 +332,7 @@ def check_eval_filters(evaluation: EvalConfig, rollout: RolloutConfig, data: Dat
 
 
 def check_accepted_keys(checkpoint: CheckpointConfig, config: type[Section]) -> None:
+    """Check that the changes that are accepted are of keys."""
     accepted = checkpoint.accept_changes
     for key in [] if isinstance(accepted, bool) else accepted:
         table: Any = config
@@ -364,6 +346,7 @@ def check_accepted_keys(checkpoint: CheckpointConfig, config: type[Section]) -> 
 
 
 def check_colocated(rollout: RolloutConfig, train: TrainConfig, evaluation: EvalConfig) -> None:
+    """Check that nothing samples while the policy trains on the same GPUs."""
     if rollout.servers.colocated and (train.max_staleness or evaluation.overlap_training):
         raise ValueError(
             "rollout.servers.colocated = true: the servers have no GPU memory while the policy trains. Set "

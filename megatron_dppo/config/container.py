@@ -1,7 +1,5 @@
 """The section ``[agent.container]``."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 from pydantic import Field

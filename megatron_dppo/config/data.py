@@ -1,11 +1,9 @@
 """The sections ``[data]`` and ``[eval]``: training prompts, held-out prompts, and evaluation."""
 
-from __future__ import annotations
-
 import re
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -134,15 +132,10 @@ class DataConfig(Section):
         return {name: weight for name, weight in weights.items() if weight is not None}
 
     @model_validator(mode="after")
-    def _sources_are_listed_once(self) -> DataConfig:
+    def _sources_exist_once(self) -> Self:
         names = self.source_names
         if repeated := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"data.train has the source {repeated[0]!r} twice; remove one")
-        return self
-
-    @model_validator(mode="after")
-    def _sources_exist(self) -> DataConfig:
-        names = self.source_names
         for name in self.sources:
             if name not in names:
                 close = [each for each in names if Path(each).name == name] or get_close_matches(name, names, 1)
@@ -160,7 +153,7 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _weights_are_complete(self) -> DataConfig:
+    def _weights_are_complete(self) -> Self:
         weights = self.weights
         if weights and len(self.source_names) == 1:
             raise ValueError(
@@ -209,7 +202,7 @@ class EvalConfig(Section):
         return self.every > 0 and (step % self.every == 0 or step == num_steps)
 
     @model_validator(mode="after")
-    def _stop_is_known_in_time(self) -> EvalConfig:
+    def _stop_is_known_in_time(self) -> Self:
         if self.stop_at_accuracy is not None and self.overlap_training:
             raise ValueError(
                 f"stop_at_accuracy = {self.stop_at_accuracy} with overlap_training = true: the result arrives one "
@@ -218,7 +211,7 @@ class EvalConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _samples_differ(self) -> EvalConfig:
+    def _samples_differ(self) -> Self:
         if self.samples_per_prompt > 1 and self.temperature == 0:
             raise ValueError(
                 f"samples_per_prompt = {self.samples_per_prompt} with temperature = 0 repeats one greedy response; "

@@ -1,7 +1,5 @@
 """Descriptions of the configuration's keys, for the documentation, for ``help`` and for hints."""
 
-from __future__ import annotations
-
 import types
 import typing
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """The ``[distillation]`` section: a teacher that scores the student's own responses."""
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -61,7 +59,7 @@ class DistillationConfig(Section):
         return self.is_enabled and self.divergence != "sampled"
 
     @model_validator(mode="after")
-    def _has_effect(self) -> DistillationConfig:
+    def _has_effect(self) -> Self:
         changed = self.changed_keys()
         if changed and not self.is_enabled:
             raise ValueError(

@@ -1,7 +1,5 @@
 """Load a ``Config`` from a TOML file and command-line overrides, and write it back."""
 
-from __future__ import annotations
-
 import copy
 import tomllib
 from collections.abc import Sequence

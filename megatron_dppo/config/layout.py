@@ -1,14 +1,28 @@
 """The parallel layout: how ranks, layers, heads, experts and samples divide, checked before a run starts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
-from megatron_dppo.config.batch import BatchSizes
 from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizes:
+    """Samples and optimizer updates per step."""
+
+    prompts_per_step: int
+    """Prompts of one rollout step, over all ranks."""
+    samples_per_prompt: int
+    """Responses sampled for each prompt."""
+    mini_batches: int
+    """Optimizer updates per epoch."""
+    epochs: int
+    """Passes over the samples of one step."""
+    num_steps: int
+    """Rollout steps of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +84,7 @@ class ModelShape:
     has_linear_bias: bool = False
     """True if the output projection, routers and experts have biases."""
 
-    def tensor_parallel_shard(self, parts: int) -> ModelShape:
+    def tensor_parallel_shard(self, parts: int) -> Self:
         """Return the shape with the heads of one of ``parts`` tensor-parallel ranks."""
         linear = self.linear
         if linear is not None:
@@ -336,8 +350,7 @@ def _silently_wrong_layouts(layout: Layout, shape: ModelShape) -> list[str]:
         problems.append(
             f"virtual_pipeline_model_parallel_size = {layout.vpp} with overlap_p2p_comm = false: Megatron's "
             "interleaved schedule then computes a wrong loss, and with 4 or more micro-batches gradients wrong by a "
-            "factor of 10. "
-            "Set overlap_p2p_comm = true"
+            "factor of 10. Set overlap_p2p_comm = true"
         )
     if shape.num_experts and shape.has_linear_bias and layout.etp > 1:
         problems.append(

@@ -4,8 +4,6 @@ The keys of one loss are in its file in ``megatron_dppo/losses``, in a class der
 selects the class (a discriminated union).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial

@@ -1,7 +1,5 @@
 """Names of losses in other frameworks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Base classes with keys that several losses share."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field

@@ -4,8 +4,6 @@ This package never imports torch. The loss files do not import it either when th
 ``megatron_dppo.losses`` that they compute with import torch at their first call.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches

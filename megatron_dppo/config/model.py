@@ -1,8 +1,6 @@
 """The sections ``[model]``, ``[lora]`` and ``[parallel]``."""
 
-from __future__ import annotations
-
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -43,7 +41,7 @@ class LoraConfig(Section):
         return _DEFAULT_SCALE if self.alpha is None else self.alpha / self.rank
 
     @model_validator(mode="after")
-    def _has_effect(self) -> LoraConfig:
+    def _has_effect(self) -> Self:
         changed = self.changed_keys()
         if changed and not self.rank:
             raise ValueError(f"lora.{changed[0]} = {getattr(self, changed[0])!r} has no effect with rank = 0; set rank")

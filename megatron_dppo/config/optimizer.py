@@ -1,8 +1,6 @@
 """The ``[optimizer]`` section, with Megatron's names."""
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -64,7 +62,7 @@ class OptimizerConfig(Section):
     """Use page-locked host memory for gradients, which makes copies faster."""
 
     @model_validator(mode="after")
-    def _min_below_lr(self) -> OptimizerConfig:
+    def _min_below_lr(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr = {self.min_lr} is above lr = {self.lr}; lower min_lr")
         return self

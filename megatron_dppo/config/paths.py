@@ -4,10 +4,9 @@ A relative path that exists is made absolute: in the folder of its file first, t
 configuration means the same from every folder, and records of a run do not depend on the spelling of its paths.
 """
 
-from __future__ import annotations
-
 import os
 import tomllib
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ _PATHS = (
     ("checkpoint", "fork_from"),
     ("data", "train"),
     ("data", "eval"),
+    ("rollout", "servers", "model"),
 )
 """Keys whose values are paths or data sources."""
 
@@ -48,14 +48,13 @@ def is_function_key(key: str) -> bool:
 
 def resolve_paths(values: TomlTable, folder: Path) -> None:
     """Make the paths of models, data, functions and programs absolute, if they exist."""
-    for section, key in (*_PATHS, *FUNCTION_KEYS):
-        table = values.get(section)
+    for *sections, key in (*_PATHS, *FUNCTION_KEYS):
+        table = _find(values, sections)
         if not isinstance(table, dict) or key not in table:
             continue
-        if (section, key) in _PATHS or ".py:" in str(table[key]):
+        if (*sections, key) in _PATHS or ".py:" in str(table[key]):
             table[key] = _resolve(table[key], folder)
     _resolve_program(values, folder, "rollout", "servers", "command")
-    _resolve_served_model(values, folder)
     agent = values.get("agent")
     if not isinstance(agent, dict) or agent.get("isolation") not in CONTAINER_TOOLS:
         _resolve_program(values, folder, "agent", "command")
@@ -64,20 +63,17 @@ def resolve_paths(values: TomlTable, folder: Path) -> None:
 
 def _resolve_program(values: TomlTable, folder: Path, *key_path: str) -> None:
     """Resolve the path of a program and of its Python files; a bare name is looked up in PATH."""
-    table: Any = values
-    for part in key_path:
-        table = table.get(part) if isinstance(table, dict) else None
+    table = _find(values, key_path)
     if isinstance(table, list) and table and isinstance(table[0], str) and "/" in table[0]:
         table[0] = _resolve(table[0], folder)
     if isinstance(table, list) and key_path[0] == "agent":
         table[1:] = [_resolve(part, folder) if str(part).endswith(".py") else part for part in table[1:]]
 
 
-def _resolve_served_model(values: TomlTable, folder: Path) -> None:
-    rollout = values.get("rollout")
-    servers = rollout.get("servers") if isinstance(rollout, dict) else None
-    if isinstance(servers, dict) and "model" in servers:
-        servers["model"] = _resolve(servers["model"], folder)
+def _find(values: Any, key_path: Sequence[str]) -> Any:
+    for part in key_path:
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
 
 
 def _resolve_rewards(reward: object, folder: Path) -> None:

@@ -5,8 +5,6 @@ temperature 1e-30, a limit of 1e30 seconds, 100,000 threads. 0 is plausible wher
 switches something off.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -20,70 +18,40 @@ class PlausibleRange(NamedTuple):
 
 
 _COUNT = PlausibleRange(1, 1e9)
-_PROCESSES = PlausibleRange(1, 1024)
-_REQUESTS = PlausibleRange(1, 1_000_000)
 _SECONDS = PlausibleRange(1e-3, 365 * 24 * 3600)
 _MINUTES = PlausibleRange(1e-4, 365 * 24 * 60)
-_LEARNING_RATE = PlausibleRange(1e-12, 10.0)
-_LOSS_SCALE = PlausibleRange(2.0**-24, 2.0**32)
 _TEMPERATURE = PlausibleRange(0.01, 100.0)  # vLLM raises a lower temperature to 0.01
-_COEFFICIENT = PlausibleRange(1e-9, 1e4)
 _FRACTION = PlausibleRange(1e-9, 1.0)
 
+_KEYS_BY_RANGE = {
+    _TEMPERATURE: "temperature unrecorded_temperature",
+    PlausibleRange(1e-3, 1.0): "top_p unrecorded_top_p adam_beta1 adam_beta2",
+    _FRACTION: "min_p optimizer_offload_fraction max_failed_fraction max_nonfinite_fraction format hidden_dropout "
+    "attention_dropout moe_router_bias_update_rate",
+    PlausibleRange(1e-12, 10.0): "lr min_lr",
+    PlausibleRange(1e-30, 1.0): "adam_eps",
+    PlausibleRange(1e-9, 10.0): "weight_decay",
+    PlausibleRange(1e-6, 1e6): "clip_grad stop_at_accuracy",
+    PlausibleRange(2.0**-24, 2.0**32): "initial_loss_scale min_loss_scale",
+    PlausibleRange(1, 1000): "hysteresis epochs attempts max_refills oversample",
+    PlausibleRange(1e-4, 1e6): "num_epochs",
+    PlausibleRange(1, 1_000_000): "mini_batches max_in_flight max_running teacher_max_in_flight max_calls",
+    PlausibleRange(1, 1024): "threads_per_rank num_workers client_processes",
+    PlausibleRange(1, 65_536): "async_concurrency count",
+    PlausibleRange(1, 65_535): "port",
+    PlausibleRange(1, 1_048_576): "bucket_megabytes",
+    PlausibleRange(1024, 2.0**40): "max_body_bytes",
+    PlausibleRange(1, 16_384): "rank",
+    PlausibleRange(1e-3, 1e5): "alpha",
+    PlausibleRange(1e-9, 100.0): "std moe_aux_loss_coeff moe_z_loss_coeff",
+    PlausibleRange(1e-9, 1000.0): "router_noise",
+    PlausibleRange(1e-9, 1e6): "weight",
+    PlausibleRange(1e-9, 1e4): "coef kl_coef entropy_coef",
+    PlausibleRange(1e-12, 0.1): "layernorm_epsilon",
+    PlausibleRange(1, 2.0**63): "seed",
+}
 PLAUSIBLE: Mapping[str, PlausibleRange] = {
-    "temperature": _TEMPERATURE,
-    "top_p": PlausibleRange(1e-3, 1.0),
-    "unrecorded_top_p": PlausibleRange(1e-3, 1.0),
-    "unrecorded_temperature": _TEMPERATURE,
-    "min_p": _FRACTION,
-    "lr": _LEARNING_RATE,
-    "min_lr": _LEARNING_RATE,
-    "adam_beta1": PlausibleRange(1e-3, 1.0),
-    "adam_beta2": PlausibleRange(1e-3, 1.0),
-    "adam_eps": PlausibleRange(1e-30, 1.0),
-    "weight_decay": PlausibleRange(1e-9, 10.0),
-    "clip_grad": PlausibleRange(1e-6, 1e6),
-    "initial_loss_scale": _LOSS_SCALE,
-    "min_loss_scale": _LOSS_SCALE,
-    "hysteresis": PlausibleRange(1, 1000),
-    "optimizer_offload_fraction": _FRACTION,
-    "num_epochs": PlausibleRange(1e-4, 1e6),
-    "epochs": PlausibleRange(1, 1000),
-    "mini_batches": PlausibleRange(1, 1e6),
-    "threads_per_rank": _PROCESSES,
-    "num_workers": _PROCESSES,
-    "client_processes": _PROCESSES,
-    "async_concurrency": PlausibleRange(1, 65_536),
-    "max_in_flight": _REQUESTS,
-    "max_running": _REQUESTS,
-    "teacher_max_in_flight": _REQUESTS,
-    "max_calls": _REQUESTS,
-    "attempts": PlausibleRange(1, 1000),
-    "max_refills": PlausibleRange(1, 1000),
-    "oversample": PlausibleRange(1, 1000),
-    "count": PlausibleRange(1, 65_536),
-    "port": PlausibleRange(1, 65_535),
-    "bucket_megabytes": PlausibleRange(1, 1_048_576),
-    "max_body_bytes": PlausibleRange(1024, 2.0**40),
-    "rank": PlausibleRange(1, 16_384),
-    "alpha": PlausibleRange(1e-3, 1e5),
-    "std": PlausibleRange(1e-9, 100.0),
-    "router_noise": PlausibleRange(1e-9, 1000.0),
-    "weight": PlausibleRange(1e-9, 1e6),
-    "coef": _COEFFICIENT,
-    "kl_coef": _COEFFICIENT,
-    "entropy_coef": _COEFFICIENT,
-    "max_failed_fraction": _FRACTION,
-    "max_nonfinite_fraction": _FRACTION,
-    "format": _FRACTION,
-    "stop_at_accuracy": PlausibleRange(1e-6, 1e6),
-    "hidden_dropout": _FRACTION,
-    "attention_dropout": _FRACTION,
-    "layernorm_epsilon": PlausibleRange(1e-12, 0.1),
-    "moe_aux_loss_coeff": PlausibleRange(1e-9, 100.0),
-    "moe_z_loss_coeff": PlausibleRange(1e-9, 100.0),
-    "moe_router_bias_update_rate": PlausibleRange(1e-9, 1.0),
-    "seed": PlausibleRange(1, 2.0**63),
+    key: limits for limits, keys in _KEYS_BY_RANGE.items() for key in keys.split()
 }
 """Ranges of keys that need one of their own, by the key's last part."""
 

@@ -1,9 +1,7 @@
 """The section ``[reward]``: one reward function or several, their options, shaping and limits."""
 
-from __future__ import annotations
-
 import re
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -50,7 +48,7 @@ class RewardFunctionConfig(Section):
     """Concurrent samples of an async function. null uses ``reward.async_concurrency``."""
 
     @model_validator(mode="after")
-    def _options_fit(self) -> RewardFunctionConfig:
+    def _options_fit(self) -> Self:
         _check_function(self.function, self.signature, self.options)
         return self
 
@@ -168,7 +166,7 @@ class RewardConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _options_have_an_effect(self) -> RewardConfig:
+    def _options_have_an_effect(self) -> Self:
         if self.function == "" and not self.functions:
             raise ValueError("function = '' without [reward.functions.NAME]; name a function")
         if self.partial_credit and self.function != "reasoning_gym":

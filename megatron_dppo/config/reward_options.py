@@ -1,12 +1,10 @@
 """Options of the built-in reward functions: ``[reward.options]`` or ``[reward.functions.NAME.options]``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -70,7 +68,7 @@ class RewardModelOptions(ServerOptions):
     """Maximum number of samples in one request."""
 
     @model_validator(mode="after")
-    def _options_are_compatible(self) -> RewardModelOptions:
+    def _options_are_compatible(self) -> Self:
         if self.endpoint == "vllm_score" and (self.tokenizer is not None or self.output == "softmax" or self.index):
             raise ValueError(
                 "options.endpoint = 'vllm_score' returns one number for two texts: remove options.tokenizer, "
@@ -114,7 +112,7 @@ class JudgeOptions(ServerOptions):
     """Further keys of the request, such as ``chat_template_kwargs``."""
 
     @model_validator(mode="after")
-    def _options_are_compatible(self) -> JudgeOptions:
+    def _options_are_compatible(self) -> Self:
         if (self.prompt is None) == (self.prompt_file is None):
             raise ValueError("set exactly one of options.prompt and options.prompt_file")
         if self.prompt is not None and "{completion}" not in self.prompt:

@@ -1,9 +1,7 @@
 """The sections ``[rollout]`` and ``[agent]``."""
 
-from __future__ import annotations
-
 import re
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -121,7 +119,7 @@ class AgentConfig(Section):
         return values
 
     @model_validator(mode="after")
-    def _environment_is_complete(self) -> AgentConfig:
+    def _environment_is_complete(self) -> Self:
         if self.environment is None:
             if self.reward == "environment":
                 raise ValueError("agent.reward = 'environment' without agent.environment; set it, or another reward")
@@ -150,7 +148,7 @@ class AgentConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _limits_have_a_program(self) -> AgentConfig:
+    def _limits_have_a_program(self) -> Self:
         for name in ("max_memory_gb", "max_cpu_seconds"):
             if getattr(self, name) is not None and (self.isolation == "none" or self.function is not None):
                 reason = "agent.function runs in the trainer" if self.function is not None else "isolation = 'none'"
@@ -161,7 +159,7 @@ class AgentConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _container_is_complete(self) -> AgentConfig:
+    def _container_is_complete(self) -> Self:
         container, changed = self.container, self.container.changed_keys()
         setting = f"agent.isolation = {self.isolation!r}"
         if self.isolation not in CONTAINER_TOOLS:
@@ -195,7 +193,7 @@ class AgentConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _has_one_agent(self) -> AgentConfig:
+    def _has_one_agent(self) -> Self:
         agents = [name for name in ("command", "function", "environment") if getattr(self, name) is not None]
         if len(agents) > 1:
             raise ValueError(f"agent.{agents[0]} and agent.{agents[1]} are both set; remove one of them")
@@ -314,7 +312,7 @@ class RolloutConfig(Section):
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @model_validator(mode="after")
-    def _filters_can_be_recorded(self) -> RolloutConfig:
+    def _filters_can_be_recorded(self) -> Self:
         if self.top_k == 1:
             raise ValueError(
                 "top_k = 1 allows only one token at each position, so that no token has a gradient; use 0 (all "
@@ -330,7 +328,7 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _stream_options_are_compatible(self) -> RolloutConfig:
+    def _stream_options_are_compatible(self) -> Self:
         if self.abort_slowest and self.oversample == 1:
             raise ValueError(
                 "abort_slowest = true has no effect with oversample = 1, where every group is needed; set "
@@ -354,7 +352,7 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _sync_method_works_when_colocated(self) -> RolloutConfig:
+    def _sync_method_fits_the_servers(self) -> Self:
         if self.servers.colocated and self.weight_sync.method == "distributed":
             raise ValueError(
                 "servers.colocated = true with weight_sync.method = 'distributed': NCCL refuses two processes on "
@@ -366,10 +364,6 @@ class RolloutConfig(Section):
                 "servers.colocated = true with weight_sync.method = 'adapter': servers that release their memory "
                 "lose the base model, which is not sent again. Set method to 'ipc' or 'disk'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _quantized_weights_use_disk(self) -> RolloutConfig:
         model, method = self.servers.model, self.weight_sync.method
         if model is not None and method != "disk":
             raise ValueError(
@@ -389,7 +383,7 @@ class RolloutConfig(Section):
         return self.dtype if self.servers.model is None else "bf16"
 
     @model_validator(mode="after")
-    def _sections_belong_to_the_engine(self) -> RolloutConfig:
+    def _sections_belong_to_the_engine(self) -> Self:
         changed = self.changed_keys()
         for section, engines in _SECTION_ENGINES.items():
             if self.engine not in engines and section in changed:

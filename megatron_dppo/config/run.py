@@ -1,9 +1,7 @@
 """The sections ``[run]``, ``[log]`` and ``[checkpoint]``."""
 
-from __future__ import annotations
-
 import re
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -43,7 +41,7 @@ class RunConfig(Section):
     0.9 ``timeout_minutes``, and 0.9 ``wait_minutes`` while a rank samples, scores, publishes, saves or exports."""
 
     @model_validator(mode="after")
-    def _has_one_length(self) -> RunConfig:
+    def _has_one_length(self) -> Self:
         if self.num_epochs is None and not self.num_steps:
             raise ValueError("num_steps = 0 without num_epochs; set one of them above 0")
         if self.num_epochs is not None and self.num_steps:
@@ -54,7 +52,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _time_limits_are_ordered(self) -> RunConfig:
+    def _time_limits_are_ordered(self) -> Self:
         hang = self.hang_minutes or 0
         timeout = self.timeout_minutes
         wait = self.wait_minutes
@@ -142,7 +140,7 @@ class CheckpointConfig(Section):
         return names
 
     @model_validator(mode="after")
-    def _fork_can_resume(self) -> CheckpointConfig:
+    def _fork_can_resume(self) -> Self:
         if self.fork_from is not None and self.resume == "never":
             raise ValueError(
                 f"fork_from = {self.fork_from!r} with resume = 'never': a restarted fork resumes from its own "

@@ -1,7 +1,5 @@
 """Types of a checkpoint's ``state.json``. Whoever can write the folder of a run can write any JSON there."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError

@@ -4,14 +4,14 @@ Keys that exist in Megatron have Megatron's name, so that its command-line flags
 ``config.io``.
 """
 
-from __future__ import annotations
+from typing import Self
 
 from pydantic import Field, model_validator
 
 from megatron_dppo.config import checks, signal_checks
-from megatron_dppo.config.batch import BatchSizes
 from megatron_dppo.config.data import DataConfig, EvalConfig
 from megatron_dppo.config.distillation import DistillationConfig
+from megatron_dppo.config.layout import BatchSizes
 from megatron_dppo.config.loss import AnyLoss, LossConfig
 from megatron_dppo.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megatron_dppo.config.optimizer import OptimizerConfig
@@ -77,29 +77,24 @@ class Config(Section):
         return has_separate_gpus and not needs_result_at_once
 
     @model_validator(mode="after")
-    def _sections_fit(self) -> Config:
+    def _sections_fit(self) -> Self:
         checks.check_optimizer(self.optimizer, self.model, self.parallel)
         if self.train.router_replay_weights:
             checks.check_router_weights(self.train.router_replay, self.rollout.engine, self.model.transformer)
-        checks.check_adapter_sync(self.rollout, self.lora, self.model)
-        checks.check_lora(self.lora, self.model)
+        checks.check_lora(self.rollout, self.lora, self.model)
         self._check_signal()
         checks.check_batch_invariant(
             self.rollout, self.parallel, self.train, model=self.model, agent=self.agent, evaluation=self.eval
         )
         if not self.loss.has_text:
             checks.check_recomputed_logprobs(self.loss, self.rollout, self.train)
-        checks.check_order(self.rollout, self.train)
-        checks.check_recorded_routes(self.train)
-        checks.check_sync_time(self.rollout, self.run)
-        checks.check_overlong(self.reward, self.rollout)
-        checks.check_reward_sources(self.data, self.reward)
+        checks.check_steps(self.rollout, self.train, self.run)
+        checks.check_rewards(self.reward, self.rollout, self.data)
         checks.check_sources(self.data, self.rollout, self.reward, self.agent)
         checks.check_mini_batches(self.rollout, self.train)
-        checks.check_reference(self.model, is_needed=self.needs_reference or self.loss.has_text)
-        checks.check_random_weights(self.model, self.distillation)
-        checks.check_evaluations(self.eval, self.data, self.checkpoint)
-        checks.check_eval_filters(self.eval, self.rollout, self.data)
+        needs_reference = self.needs_reference or self.loss.has_text
+        checks.check_model(self.model, self.distillation, needs_reference=needs_reference)
+        checks.check_evaluations(self.eval, self.data, self.checkpoint, self.rollout)
         checks.check_accepted_keys(self.checkpoint, type(self))
         checks.check_colocated(self.rollout, self.train, self.eval)
         return self

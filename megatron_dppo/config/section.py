@@ -1,7 +1,5 @@
 """The base class of every section of the configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

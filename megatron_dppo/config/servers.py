@@ -1,6 +1,6 @@
 """The sections ``[rollout.servers]`` and ``[rollout.weight_sync]``: inference servers and their weight updates."""
 
-from __future__ import annotations
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -55,7 +55,7 @@ class ServersConfig(Section):
         return self.urls or [f"http://{host}:{self.port + i}" for i in range(self.count)]
 
     @model_validator(mode="after")
-    def _urls_are_different(self) -> ServersConfig:
+    def _urls_are_different(self) -> Self:
         if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ValueError(
                 f"urls = {self.urls} lists a server twice, which would then get requests and weights "
@@ -96,7 +96,7 @@ class WeightSyncConfig(Section):
     """Attempts of one sync before the run stops."""
 
     @model_validator(mode="after")
-    def _folder_is_for_disk(self) -> WeightSyncConfig:
+    def _folder_is_for_disk(self) -> Self:
         if self.folder is not None and self.method not in ("disk", "adapter"):
             raise ValueError(f"folder = {self.folder!r} has no effect with method = {self.method!r}; remove it")
         return self

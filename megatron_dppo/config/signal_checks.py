@@ -4,11 +4,6 @@
 a ValueError whose text names the change that fixes it.
 """
 
-# Every function raises as the docstring above says, for what its name says.
-# ruff: noqa: D103
-
-from __future__ import annotations
-
 from megatron_dppo.config.data import DataConfig
 from megatron_dppo.config.distillation import DistillationConfig
 from megatron_dppo.config.loss import LossConfig
@@ -20,6 +15,7 @@ from megatron_dppo.functions import is_function_name
 
 
 def check_any_signal(distillation: DistillationConfig, reward: RewardConfig) -> None:
+    """Check that something trains the policy."""
     if reward.function == "none" and not distillation.is_enabled:
         raise ValueError(
             "reward.function = 'none' without distillation.teacher_path: there is no training signal. Set a reward "
@@ -28,6 +24,7 @@ def check_any_signal(distillation: DistillationConfig, reward: RewardConfig) -> 
 
 
 def check_distillation(distillation: DistillationConfig, rollout: RolloutConfig, model: ModelConfig) -> None:
+    """Check that the teacher's signal fits how responses are sampled."""
     if not distillation.is_enabled:
         return
     if rollout.dynamic_sampling and not distillation.task_reward:
@@ -62,6 +59,7 @@ def check_distillation(distillation: DistillationConfig, rollout: RolloutConfig,
 
 
 def check_agent(agent: AgentConfig, rollout: RolloutConfig, data: DataConfig) -> None:
+    """Check that an agent alone produces the responses."""
     if not agent.is_set:
         return
     if rollout.generate is not None:
@@ -82,6 +80,7 @@ def check_agent(agent: AgentConfig, rollout: RolloutConfig, data: DataConfig) ->
 
 
 def check_credit(agent: AgentConfig, train: TrainConfig, reward: RewardConfig) -> None:
+    """Check that rewards of parts of an episode exist and can become advantages."""
     if agent.credit == "episode":
         return
     setting = f"agent.credit = {agent.credit!r}"
@@ -108,6 +107,7 @@ def check_credit(agent: AgentConfig, train: TrainConfig, reward: RewardConfig) -
 
 
 def check_agent_parts(agent: AgentConfig, reward: RewardConfig) -> None:
+    """Check that an agent gives the parts."""
     if not reward.agent_parts:
         return
     if not agent.is_set or agent.reward == "function":
@@ -129,6 +129,7 @@ def check_agent_parts(agent: AgentConfig, reward: RewardConfig) -> None:
 
 
 def check_reward_parts(reward: RewardConfig, train: TrainConfig, rollout: RolloutConfig, agent: AgentConfig) -> None:
+    """Check that rewards have parts to normalize."""
     if train.advantage != "gdpo":
         return
     setting = "train.advantage = 'gdpo'"
@@ -158,6 +159,7 @@ def check_reward_parts(reward: RewardConfig, train: TrainConfig, rollout: Rollou
 
 
 def check_greedy_baseline(reward: RewardConfig, train: TrainConfig) -> None:
+    """Check that the baseline needs no penalty."""
     if train.advantage != "remax":
         return
     if reward.kl_coef:
@@ -168,6 +170,7 @@ def check_greedy_baseline(reward: RewardConfig, train: TrainConfig) -> None:
 
 
 def check_layer_noise(loss: LossConfig, train: TrainConfig) -> None:
+    """Check that the loss reads no statistic of the batch under noise."""
     statistics = loss.update_statistics()
     if statistics and train.layer_noise.std:
         raise ValueError(

@@ -1,8 +1,6 @@
 """The section ``[train]``."""
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -30,7 +28,7 @@ class LayerNoiseConfig(Section):
     """End of the range of layers with noise (exclusive). null includes the last layer."""
 
     @model_validator(mode="after")
-    def _has_effect(self) -> LayerNoiseConfig:
+    def _has_effect(self) -> Self:
         changed = self.changed_keys()
         if changed and not self.std:
             key = changed[0]
@@ -67,11 +65,10 @@ ENGINE_REPLAY_MODES = ("rollout", "compare")
 """Modes of ``train.router_replay`` that need the rollout engine's routing."""
 
 
-def _resolve_alias(value: object) -> object:
-    return ROUTER_REPLAY_ALIASES.get(value, value) if isinstance(value, str) else value
-
-
-RouterReplay = Annotated[Literal["off", "rollout", "recorded", "compare"], BeforeValidator(_resolve_alias)]
+RouterReplay = Annotated[
+    Literal["off", "rollout", "recorded", "compare"],
+    BeforeValidator(lambda value: ROUTER_REPLAY_ALIASES.get(str(value), value)),
+]
 
 
 class TrainConfig(Section):
@@ -134,6 +131,6 @@ class TrainConfig(Section):
         return self.router_replay in ENGINE_REPLAY_MODES
 
     @model_validator(mode="after")
-    def _advantage_is_known(self) -> TrainConfig:
+    def _advantage_is_known(self) -> Self:
         check_advantage(self.advantage, self.advantage_options)
         return self

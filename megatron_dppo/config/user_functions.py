@@ -1,7 +1,5 @@
 """User-defined losses and masks: their declared inputs, and one loaded copy per process."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

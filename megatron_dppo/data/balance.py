@@ -4,8 +4,6 @@ The ranks of an expert-parallel group meet in every layer of every micro-batch: 
 that of their slowest rank. So the sum over micro-batches of the slowest rank's time counts, not each rank's own sum.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """Tokenizers and chat templates: the text that a model reads."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The layout is recognised by the columns: the first of ``PROMPT_COLUMNS`` and the
 has. All rows of a source must have the same layout, so that no row is read by another rule than its neighbours.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ Python's JSON reader takes more than JSON: halves of UTF-16 pairs, NaN, keys tha
 kept exactly or refused with the location, never changed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Shares of several sources in one stream of prompts, by position alone."""
 
-from __future__ import annotations
-
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence

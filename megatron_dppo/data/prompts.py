@@ -1,7 +1,5 @@
 """Prompts as an endless stream addressed by one integer, held in packed memory."""
 
-from __future__ import annotations
-
 import hashlib
 import pickle
 import random

@@ -1,7 +1,5 @@
 """Routes of training samples, complete, for router replay."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

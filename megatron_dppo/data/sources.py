@@ -1,7 +1,5 @@
 """Readers of data rows: JSONL files, JSON arrays, Parquet files and data sets of the Hugging Face hub."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
@@ -135,11 +133,6 @@ def _foreign_format(start: bytes) -> str:
         return "is text in UTF-16; convert it to UTF-8"
     names = (name for magic, name in _BINARY_FORMATS.items() if start.startswith(magic))
     return next((f"is {name}, not a JSONL, JSON or Parquet file; unpack or convert it" for name in names), "")
-
-
-def _read_parquet(file: Path, name: str) -> Iterator[Record]:
-    for number, record in enumerate(parquet_rows(file), start=1):
-        yield f"{name}:{number}", record
 
 
 def parquet_rows(file: Path, batch_rows: int = _BATCH_ROWS) -> Iterator[dict[str, object]]:

@@ -1,7 +1,5 @@
 """Embedded tasks: sources ``task:NAME`` whose rows an installed package makes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol, cast
 

@@ -4,8 +4,6 @@ Both are programs of whoever wrote the folder. Without a limit, 40 normalizers t
 loops, take minutes and gigabytes.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

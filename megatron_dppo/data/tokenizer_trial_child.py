@@ -4,8 +4,6 @@ It runs as a script, and imports only what it needs: it starts in a fraction of 
 the step that begins. What a step raises does not matter here: only that it ends.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import string

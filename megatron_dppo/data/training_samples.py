@@ -1,7 +1,5 @@
 """Training samples from token sequences, and their packing. The shift by one happens here only."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

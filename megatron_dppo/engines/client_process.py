@@ -6,8 +6,6 @@ as columns. Control calls stay with the trainer. Started as ``python -m megatron
 DESCRIPTOR``; it exits when the other end of that connection closes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket
@@ -20,7 +18,7 @@ from torch import Tensor
 from megatron_dppo.errors import UserError
 from megatron_dppo.types import RoutingShape, SamplingParams
 from megatron_dppo.types.token_columns import response_to_tensors
-from megatron_dppo_engines.server import GenerateRequest, Generation, InferenceServer
+from megatron_dppo_engines.server import GenerateRequest, InferenceServer
 from megatron_dppo_engines.servers.contract import Contract, checked
 from megatron_dppo_engines.servers.frames import Frames
 from megatron_dppo_engines.servers.http import Deadlines
@@ -84,7 +82,13 @@ class _RequestHandler:
             failure = {"kind": "RuntimeError", "text": traceback.format_exc(), "fields": {}}
             self.frames.send({"id": number, "error": failure}, {})
         else:
-            self.frames.send({"id": number, **_generation_to_json(generation)}, response_to_tensors(generation))
+            response = {
+                "id": number,
+                "finish_reason": str(generation.finish_reason),
+                "versions": [list(span) for span in generation.versions],
+                "ranks": vars(generation.ranks),
+            }
+            self.frames.send(response, response_to_tensors(generation))
 
 
 def request_from_json(fields: dict[str, Any], token_ids: tuple[int, ...]) -> GenerateRequest:
@@ -100,15 +104,6 @@ def request_from_json(fields: dict[str, Any], token_ids: tuple[int, ...]) -> Gen
         routing=routing,
         routing_start=fields["routing_start"],
     )
-
-
-def _generation_to_json(generation: Generation) -> dict[str, Any]:
-    """Return the fields that are not columns."""
-    return {
-        "finish_reason": str(generation.finish_reason),
-        "versions": [list(span) for span in generation.versions],
-        "ranks": vars(generation.ranks),
-    }
 
 
 async def _serve(descriptor: int) -> None:

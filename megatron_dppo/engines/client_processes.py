@@ -1,7 +1,5 @@
 """Processes that send requests to servers in place of the trainer: see ``client_process``."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

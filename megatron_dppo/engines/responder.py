@@ -1,7 +1,5 @@
 """One response from inference servers: requested until it is complete, whatever interrupts it."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

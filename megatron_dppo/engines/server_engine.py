@@ -1,19 +1,12 @@
 """The rollout engine whose responses come from inference servers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
 from megatron_dppo.engines.client_processes import ClientProcesses
-from megatron_dppo.engines.responder import (
-    InFlightResponse,
-    LoopThread,
-    PromptRoutes,
-    Responder,
-)
+from megatron_dppo.engines.responder import InFlightResponse, LoopThread, PromptRoutes, Responder
 from megatron_dppo.hf.folder import end_tokens, routing_shape
 from megatron_dppo.rollout.engine import GroupRequest, GroupState, SampledFuture
 from megatron_dppo.rollout.response import GrowingResponse, PartialResponse

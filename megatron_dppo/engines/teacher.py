@@ -1,10 +1,8 @@
 """A teacher behind inference servers: log-probabilities of given tokens, from the prefill of a prompt."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +20,7 @@ class _ScoringRequest(NamedTuple):
     """Index of the first token whose log-probability is requested; at least 1."""
 
     @classmethod
-    def from_sample(cls, sample: TrainingSample) -> _ScoringRequest:
+    def from_sample(cls, sample: TrainingSample) -> Self:
         """Return the request for all tokens from the first one of the loss mask, which must not be empty."""
         token_ids = [*sample.tokens.tolist(), int(sample.labels[-1])]
         return cls(token_ids, int(sample.loss_mask.nonzero()[0]) + 1)

@@ -4,8 +4,6 @@ Each expert has adapters of its own, as in PEFT for models whose experts are mod
 load this layout; ``megatron-dppo convert adapter`` writes the other one.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

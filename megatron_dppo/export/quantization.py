@@ -13,8 +13,6 @@ number of the type. There is no calibration, so new weights cost one pass over t
 dict_keys(['model.layers.0.mlp.up_proj.weight', 'model.layers.0.mlp.up_proj.weight_scale_inv'])
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """User functions that a configuration names: ``module:function`` or ``path/to/file.py:function``."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import inspect

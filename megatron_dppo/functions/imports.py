@@ -1,7 +1,5 @@
 """Python files that a user function's file imports, by reading them: nothing is executed."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import sysconfig

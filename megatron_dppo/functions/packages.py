@@ -1,7 +1,5 @@
 """Objects that installed packages offer by name: entry points of one group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 

@@ -5,8 +5,6 @@ can import its module by name, and a file's bare name may stand for another modu
 ``megatron_dppo.functions.user_rewards_2f776f726b...``, and importing this package makes such names importable.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Checks of the ids, slots and sampling masks that a head is given."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Gradients of hidden states, weight and bias, accumulated over the chunks of a head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

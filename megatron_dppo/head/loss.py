@@ -7,8 +7,6 @@ depends on that row alone, nothing is needed of the others, and nothing of the s
 multiplies by the gradient of the one number that came out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -22,9 +20,10 @@ from megatron_dppo.head.columns import RowColumns, looked_up_ids
 from megatron_dppo.head.gradient import HeadGradient, attach_gradient, check_rest, checked_main_grad
 from megatron_dppo.head.row_plan import RowChunk, RowPlan, Rows, chunk_size, chunks_in_flight
 from megatron_dppo.head.rows import RowTotals, SlotGradient, VocabShard, gather_shards, merge
-from megatron_dppo.head.stats import HeadStatistics, loss_inputs
+from megatron_dppo.head.stats import loss_inputs
 from megatron_dppo.head.sums import joined, merge_narrow, narrow, reduce_slots
 from megatron_dppo.head.teacher import COLUMNS, Distillation, TeacherTargets, add_, add_distillation
+from megatron_dppo.head.vocab_topk import HeadStatistics
 from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, LossOutput, TokenTargets
 
 LossFunction = Callable[[LossInputs], LossOutput]
@@ -300,7 +299,7 @@ def _differentiate(
     ids = None if totals.id_logprobs is None else totals.id_logprobs.detach()
     if ids is not None:
         ids.requires_grad_(run.gradient.wanted and needs.slot_gradient)
-    statistics = HeadStatistics(logprobs, entropy, ids, totals.other_logprob, totals.other_square, None, None)
+    statistics = HeadStatistics(logprobs, entropy, ids, totals.other_logprob, totals.other_square)
     with torch.set_grad_enabled(run.gradient.wanted):
         output = run.loss(replace(loss_inputs(targets, statistics, run.vocab_size), topk_sums=sums))
     # A loss may ignore a column, or return a constant (a batch without advantages): both have gradient 0.

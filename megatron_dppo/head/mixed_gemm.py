@@ -5,8 +5,6 @@ over a block of the weight at a time, converted in the cache. For bf16 numbers o
 products are exact either way. The weight's gradient of a part of the rows may be rounded to bf16 before it is added.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

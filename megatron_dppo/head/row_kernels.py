@@ -4,20 +4,20 @@ The plain torch version works everywhere and is the oracle of the Triton one, wh
 installed. On the CPU it goes through a few rows at a time, so that every pass but the first reads from the cache.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.head.mixed_gemm import accumulation_dtype
 
+_P = ParamSpec("_P")
 _UNDERFLOW = -1e4
 """Finite stand-in for log 0. Its exp is 0 in every dtype, so that 0 log 0 gives 0 without a branch."""
 BLOCK_BYTES = 1 << 20
@@ -25,8 +25,28 @@ BLOCK_BYTES = 1 << 20
 a core, and large enough that the number of calls does not count."""
 
 
-def row_statistics(
-    logits: Tensor, shard_size: int, labels: Tensor, ids: Tensor | None, temperature: float, squares: bool = False
+def _or_triton(function: Callable[Concatenate[Tensor, _P], Tensor]) -> Callable[Concatenate[Tensor, _P], Tensor]:
+    """Return a function that calls Triton's kernel of that name where there is one, else ``function``."""
+    name = function.__name__.removesuffix("_torch")
+
+    @functools.wraps(function)
+    def choose(logits: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> Tensor:
+        triton = triton_kernels(logits)
+        chosen: Callable[..., Tensor] = function if triton is None else getattr(triton, name)
+        return chosen(logits, *args, **kwargs)
+
+    return choose
+
+
+def row_statistics_torch(
+    logits: Tensor,
+    shard_size: int,
+    labels: Tensor,
+    ids: Tensor | None,
+    temperature: float,
+    squares: bool = False,
+    *,
+    overwrite: bool = False,
 ) -> Tensor:
     """Return the statistics of each row on one shard, ``[n, 4 + K]``, in one read of ``logits [n, W]``.
 
@@ -42,57 +62,11 @@ def row_statistics(
     A shard without entries, and a row of -inf, has m = y = -inf and t = o = 0. A NaN among the logits gives NaN.
     ``labels [n]`` and ``ids [n, K]`` are int64 indices in this shard, -1 = not of this shard or an unused slot. The
     result is float32, or float64 for float64 logits.
-    """
-    triton = triton_kernels(logits)
-    function = row_statistics_torch if triton is None else triton.row_statistics
-    return function(logits, shard_size, labels, ids, temperature, squares)
-
-
-def row_gradient(
-    logits: Tensor,
-    shard_size: int,
-    labels: Tensor,
-    maximum: Tensor,
-    total: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    entropy: Tensor | None,
-    temperature: float,
-    out: Tensor,
-) -> Tensor:
-    """Return the gradient of ``logits [n, W]`` from that of log p(label) and, if given, of the entropy, in ``out``.
-
-    ``([j = label] g - p_j (g + e (log p_j + H))) / temperature`` with ``p_j log p_j = 0`` where p_j = 0, and 0 in the
-    padding.
-
-    ``labels`` are as in ``row_statistics``. Of the whole row over all shards, ``[n]`` each: ``maximum`` the largest
-    logit before the temperature, ``total`` the sum of exp((logit - maximum) / temperature), ``grad_logprobs`` g,
-    ``grad_entropy`` e, ``entropy`` H, which is needed with e.
-
-    ``out [n, W]`` may lie in the memory of ``logits`` if its row i begins where row i of the logits begins, and its
-    elements are not larger: ``logits`` itself, or a bf16 or fp16 view of it.
-    """
-    triton = triton_kernels(logits)
-    function = row_gradient_torch if triton is None else triton.row_gradient
-    return function(logits, shard_size, labels, maximum, total, grad_logprobs, grad_entropy, entropy, temperature, out)
-
-
-def row_statistics_torch(
-    logits: Tensor,
-    shard_size: int,
-    labels: Tensor,
-    ids: Tensor | None,
-    temperature: float,
-    squares: bool = False,
-    *,
-    overwrite: bool = False,
-) -> Tensor:
-    """``row_statistics`` in plain torch.
-
-    Long because each step reads and overwrites the same memory, so that the order is the algorithm.
 
     With ``overwrite``, for logits in the dtype of the statistics, exp((logit - m) / temperature) takes the place of the
-    first ``shard_size`` logits, for ``gradient_of_exponentials``.
+    first ``shard_size`` logits, for ``gradient_of_exponentials``. Triton's kernel does not have it.
+
+    Long because each step reads and overwrites the same memory, so that the order is the algorithm.
     """
     dtype = accumulation_dtype(logits)
     chosen = labels[:, None] if ids is None else torch.cat([labels[:, None], ids], 1)
@@ -154,7 +128,18 @@ def row_gradient_torch(
     temperature: float,
     out: Tensor,
 ) -> Tensor:
-    """``row_gradient`` in plain torch."""
+    """Return the gradient of ``logits [n, W]`` from that of log p(label) and, if given, of the entropy, in ``out``.
+
+    ``([j = label] g - p_j (g + e (log p_j + H))) / temperature`` with ``p_j log p_j = 0`` where p_j = 0, and 0 in the
+    padding.
+
+    ``labels`` are as in ``row_statistics``. Of the whole row over all shards, ``[n]`` each: ``maximum`` the largest
+    logit before the temperature, ``total`` the sum of exp((logit - maximum) / temperature), ``grad_logprobs`` g,
+    ``grad_entropy`` e, ``entropy`` H, which is needed with e.
+
+    ``out [n, W]`` may lie in the memory of ``logits`` if its row i begins where row i of the logits begins, and its
+    elements are not larger: ``logits`` itself, or a bf16 or fp16 view of it.
+    """
     if shard_size == 0 or len(logits) == 0:
         return out.zero_()
     # -p (g + e (log p + H)) / temperature = exp(z) (base + slope z)
@@ -181,6 +166,10 @@ def row_gradient_torch(
             z.clamp_(min=_UNDERFLOW).mul_(factors[1][:, None]).add_(factors[0][:, None]).mul_(exp)
         target.copy_(z)
     return _finished(out, shard_size, labels, at_label)
+
+
+row_statistics = _or_triton(row_statistics_torch)
+row_gradient = _or_triton(row_gradient_torch)
 
 
 def gradient_of_exponentials(

@@ -14,8 +14,6 @@ The sizes are fixed, for an H100 or H200: 132 multiprocessors that each get 12 o
   a row, whatever the order of the ids, where comparing every entry with every id would be K of them for each block.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

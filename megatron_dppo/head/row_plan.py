@@ -1,9 +1,8 @@
 """Which rows the fused head computes, and how many of them at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ class RowPlan:
     """The rows on the CPU, which select sampling masks. None costs a synchronization."""
 
     @classmethod
-    def of(cls, loss_mask: Tensor, advantages: Tensor | None, device: torch.device | str | None = None) -> RowPlan:
+    def of(cls, loss_mask: Tensor, advantages: Tensor | None, device: torch.device | str | None = None) -> Self:
         """Make a plan from tensors ``[T]`` on the host, so that nothing waits for the device.
 
         Rows with advantage 0 have no gradient. Without ``advantages`` every row with loss has one, as with an entropy
@@ -77,7 +76,7 @@ class Rows:
     plan: RowPlan | None
 
     @classmethod
-    def of(cls, hidden: Tensor, plan: RowPlan | None) -> Rows:
+    def of(cls, hidden: Tensor, plan: RowPlan | None) -> Self:
         """Check that the plan fits ``hidden [T, H]``."""
         if plan is not None:
             rows = plan.rows

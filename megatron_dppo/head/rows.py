@@ -21,12 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.head.mixed_gemm import accumulation_dtype, is_half, logits_into
-from megatron_dppo.head.row_kernels import (
-    gradient_of_exponentials,
-    row_gradient,
-    row_statistics,
-    row_statistics_torch,
-)
+from megatron_dppo.head.row_kernels import gradient_of_exponentials, row_gradient, row_statistics, row_statistics_torch
 from megatron_dppo.head.vocab_topk import keep_only_
 from megatron_dppo.types import SamplingMask
 

@@ -8,11 +8,9 @@ logits in float32 is in memory at a time.
 ``head.loss`` saves the fourth GEMM where the loss of a token depends on that token alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +21,7 @@ from megatron_dppo.head.checks import check_ids, check_sets
 from megatron_dppo.head.gradient import HeadGradient, checked_main_grad, mark_added
 from megatron_dppo.head.row_plan import RowChunk, RowPlan, Rows, chunk_size
 from megatron_dppo.head.rows import RowTotals, SlotGradient, VocabShard, gather_shards, merge
-from megatron_dppo.head.vocab_topk import shard_topk
+from megatron_dppo.head.vocab_topk import HeadStatistics, shard_topk
 from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, SamplingMask, TokenTargets
 
 _SHARED_COLUMNS = sorted({f.name for f in fields(LossInputs)} & {f.name for f in fields(TokenTargets)})
@@ -47,26 +45,6 @@ def merge_candidates(parts: Tensor, k: int, totals: RowTotals, temperature: floa
     integer = torch.int64 if ids.dtype == torch.float64 else torch.int32
     logprobs = (values.gather(1, order) - totals.maximum[:, None]) / temperature - totals.total.log()[:, None]
     return logprobs, ids.view(integer).long().gather(1, order)
-
-
-class HeadStatistics(NamedTuple):
-    """Per-token statistics in nats, fp32 or float64, equal on all ranks of the group; 0 in rows outside the plan."""
-
-    logprobs: Tensor
-    """[T] log p(label), with gradient"""
-    entropy: Tensor
-    """[T] with gradient where that was asked for"""
-    id_logprobs: Tensor | None
-    """[T, K] log p(id), with gradient where that was asked for; -inf in unused slots, and where the probability is 0.
-    None without ids."""
-    other_logprob: Tensor | None
-    """[T] log of the mass outside the label and the valid ids, without gradient. None without ids."""
-    other_square: Tensor | None
-    """[T] sum of p^2 outside the label and the valid ids, without gradient, where that was asked for"""
-    topk_logprobs: Tensor | None
-    """[T, k] the policy's own Top-k by rank, without gradient. None with ``topk = 0``."""
-    topk_ids: Tensor | None
-    """[T, k] int64 global ids"""
 
 
 def vocab_parallel_head_stats(

@@ -11,8 +11,6 @@ which gives the totals of the row, then each takes the sums over its own slots, 
 every shard, in one collective.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -5,8 +5,6 @@ row travel in the gather of the student's statistics; one all-reduce of two numb
 gradient of the one in the loss takes the place of the teacher's logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple

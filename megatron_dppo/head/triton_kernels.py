@@ -9,8 +9,6 @@ log2(e) / temperature. The difference to the maximum is always taken before the 
 rounded to their size.
 """
 
-from __future__ import annotations
-
 import math
 
 import triton

@@ -21,8 +21,6 @@ ids or without, and keeps only the logits it was given (b T V_local, no copy) an
 gradient of the logits and one c T V_local scratch tensor (two with an entropy gradient).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

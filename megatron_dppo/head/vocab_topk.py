@@ -7,8 +7,6 @@ maximum ``m``, which is the first of the K; every rank merges the same candidate
 from each rank, 4 (2 K + 1) T bytes in fp32 (K at most V_local), none without a group or with one rank.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -19,19 +17,24 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.head.vocab_logprobs import row_maximum, shard_range, shifted, statistics_at
 
 
-class VocabStatistics(NamedTuple):
-    """Per-token statistics in nats, fp32, or float64 for float64 logits; equal on all ranks of the group."""
+class HeadStatistics(NamedTuple):
+    """Per-token statistics in nats, fp32 or float64, equal on all ranks of the group; 0 in rows outside a plan."""
 
     logprobs: Tensor
     """[T] log p(label), with gradient"""
     entropy: Tensor
-    """[T] with gradient"""
+    """[T] with gradient where that was asked for"""
     id_logprobs: Tensor | None
-    """[T, S] log p(id), with gradient; -inf in invalid slots, and where the probability is 0. None without ids."""
+    """[T, K] log p(id), with gradient where that was asked for; -inf in unused slots, and where the probability is 0.
+    None without ids."""
     other_logprob: Tensor | None
-    """[T] log of the mass outside the valid ids, without gradient; -inf where none is left. None without ids."""
+    """[T] log of the mass outside the label and the valid ids, without gradient. None without ids."""
     other_square: Tensor | None
-    """[T] sum of p^2 over the entries outside the valid ids, without gradient. None without ids."""
+    """[T] sum of p^2 outside the label and the valid ids, without gradient, where that was asked for"""
+    topk_logprobs: Tensor | None = None
+    """[T, k] the policy's own Top-k by rank, without gradient. None with ``topk = 0``."""
+    topk_ids: Tensor | None = None
+    """[T, k] int64 global ids"""
 
 
 def vocab_parallel_statistics(
@@ -43,7 +46,7 @@ def vocab_parallel_statistics(
     temperature: float = 1.0,
     ids: Tensor | None = None,
     ids_valid: Tensor | None = None,
-) -> VocabStatistics:
+) -> HeadStatistics:
     """Everything that the Top-K losses need of the policy, in one pass: arXiv 2602.04879, equations 15 and 16.
 
     The mass outside the set is summed over the entries outside it, not subtracted from 1, so it keeps its relative
@@ -56,7 +59,7 @@ def vocab_parallel_statistics(
     ``vocab_parallel_logprobs``. A row whose entries are all ``-inf`` has no distribution and gives NaN.
     """
     _check_ids(logits, ids, ids_valid, vocab_size)
-    return VocabStatistics(*statistics_at(logits, labels, ids, ids_valid, group, vocab_size, temperature))
+    return HeadStatistics(*statistics_at(logits, labels, ids, ids_valid, group, vocab_size, temperature))
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """Keys of config.json: each is one that the model is built from, one that cannot change it, or an error."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path

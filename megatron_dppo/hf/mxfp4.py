@@ -4,8 +4,6 @@
 low bits.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ in one tensor, a vision model and a layer for further tokens. The last two are n
 unchanged, so that servers find a complete model. Released gpt-oss folders join experts too, in MXFP4.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

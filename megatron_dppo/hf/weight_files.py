@@ -1,7 +1,5 @@
 """Weights of a Hugging Face folder by name; ``megatron_dppo_engines.weight_files`` says which files hold them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

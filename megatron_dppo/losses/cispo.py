@@ -10,16 +10,13 @@ Source: arXiv 2506.13585; capped alone it is PG-TIS of arXiv 2602.04879
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss_groups import RatioCap
 from megatron_dppo.losses.rule import Loss
-
-if TYPE_CHECKING:
-    from megatron_dppo.losses import Decision, Tokens
 
 
 class CISPO(RatioCap, Loss):
@@ -54,6 +51,6 @@ class CISPO(RatioCap, Loss):
             raise ValueError(f"ratio_floor = {floor} is above ratio_cap = {cap}. Fix: lower ratio_floor.")
         super().check()
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Keep every token."""
         return losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs))

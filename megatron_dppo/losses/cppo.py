@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_dppo.config.loss import TopKSummary
-    from megatron_dppo.losses import Decision, Tokens
 
 
 class CPPO(DivergenceThresholds, RatioCap, Loss):
@@ -83,7 +82,7 @@ class CPPO(DivergenceThresholds, RatioCap, Loss):
             )
         super().check()
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Mask outward updates of tokens that are beyond their budget."""
         divergence = self._divergence(tokens)
         keep = losses.prefix_keep_mask(
@@ -98,7 +97,7 @@ class CPPO(DivergenceThresholds, RatioCap, Loss):
         )
         return losses.weigh_by_ratio(tokens, divergence, keep)
 
-    def _divergence(self, tokens: Tokens) -> Tensor:
+    def _divergence(self, tokens: losses.Tokens) -> Tensor:
         if self.divergence == "topk":
             return tokens.topk_set.divergence("tv").to(tokens.log_ratio.dtype)
         return losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs)

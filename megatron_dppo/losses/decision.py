@@ -4,8 +4,6 @@ True = keep, False = masked. All comparisons are strict: a token exactly on the 
 advantage 0 (it has no gradient anyway).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

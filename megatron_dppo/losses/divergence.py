@@ -6,8 +6,6 @@ like the rest; nothing is renormalised. They are at least the binary ones, and a
 over the full vocabulary (arXiv 2602.04879, equations 13 to 16 and the appendix on partitions).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

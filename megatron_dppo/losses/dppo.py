@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_dppo.config.loss import LossConfig, TopKSummary
-    from megatron_dppo.losses import Decision, Tokens
     from megatron_dppo.types import LossInputs, LossOutput
 
 
@@ -140,7 +139,7 @@ class BinaryDPPO(AdaptiveThresholds, DPPOConfig):
 
     can_center: ClassVar[bool] = True
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Mask outward updates of tokens that are beyond the threshold of their side."""
         measure = losses.binary_kl if self.kind == "kl" else losses.binary_tv
         divergence = measure(tokens.logprobs, tokens.rollout_logprobs)
@@ -202,14 +201,14 @@ class TopKDPPO(AdaptiveThresholds, DPPOConfig):
             reasons["topk_other_square" if self.tail == "proportional" else "vocab_size"] = "loss.tail"
         return reasons
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Mask outward updates of tokens that are beyond the threshold of their side."""
         divergence = tokens.topk_set.divergence(self.kind).to(tokens.log_ratio.dtype)
         limits = losses.adapted_limits(self.thresholds, tokens, self)
         keep = divergence_keep_mask(divergence, self._direction(tokens), tokens.advantages, *limits)
         return losses.weigh_by_ratio(tokens, divergence, keep)
 
-    def _direction(self, tokens: Tokens) -> Tensor:
+    def _direction(self, tokens: losses.Tokens) -> Tensor:
         """Return the direction that ``divergence_keep_mask`` reads, [num_tokens]."""
         if self.direction == "sampled":
             return tokens.log_ratio

@@ -11,13 +11,10 @@ Source: arXiv 2602.04879, section 5.2
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from megatron_dppo import losses
 from megatron_dppo.losses.dppo import DPPOConfig, divergence_keep_mask
-
-if TYPE_CHECKING:
-    from megatron_dppo.losses import Decision, Tokens
 
 
 class RecomputeDPPO(DPPOConfig):
@@ -36,7 +33,7 @@ class RecomputeDPPO(DPPOConfig):
 
     mismatch_uses_recomputed: ClassVar[bool] = True
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Mask tokens that are further than the threshold from pi' and would move further away."""
         measure = losses.binary_kl if self.kind == "kl" else losses.binary_tv
         divergence = measure(tokens.logprobs, tokens.recomputed)

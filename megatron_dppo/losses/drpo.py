@@ -26,7 +26,6 @@ from megatron_dppo.losses.rule import Loss
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_dppo.losses import Decision, Tokens
     from megatron_dppo.types import LossInputs
 
 
@@ -68,7 +67,7 @@ class DRPO(DivergenceThresholds, RatioCap, Loss):
         """Floor and cap of the weight, which may be negative."""
         return (float("-inf"), super().ratio_limits[1])
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Keep every token, with a weight that falls as the token moves outward."""
         low, high = self.thresholds
         moved = tokens.logprobs.detach().exp() - tokens.rollout_logprobs.exp()
@@ -77,7 +76,7 @@ class DRPO(DivergenceThresholds, RatioCap, Loss):
         decision = losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs))
         return decision._replace(weight=decision.weight * (1 - outward))
 
-    def terms(self, inputs: LossInputs, tokens: Tokens, decision: Decision) -> tuple[Tensor, Tensor]:
+    def terms(self, inputs: LossInputs, tokens: losses.Tokens, decision: losses.Decision) -> tuple[Tensor, Tensor]:
         """Report the value of the loss itself with ``form = "ratio"``."""
         keep, term = super().terms(inputs, tokens, decision)
         if self.resolved_form == "reinforce":

@@ -1,7 +1,5 @@
 """Worked examples of the losses: a few tokens by their probabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -12,16 +12,13 @@ Source: arXiv 2507.20673 and its authors' code (callsys/GMPO 205b2bf); verl's ``
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss_groups import SequenceMean
 from megatron_dppo.losses.rule import Loss
-
-if TYPE_CHECKING:
-    from megatron_dppo.losses import Decision, Tokens
 
 
 class GMPO(SequenceMean, Loss):
@@ -42,7 +39,7 @@ class GMPO(SequenceMean, Loss):
     log_clip_high: float = Field(0.4, gt=0)
     """Tokens of ``gmpo`` with positive advantage and log r > high are clipped."""
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Clip single tokens, and give all tokens of a sequence the geometric mean."""
         # The gradient of exp(mean l) is that number times the mean of the gradients of l_t; a clipped l_t has none.
         rising = tokens.advantages > 0

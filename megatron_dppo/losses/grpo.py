@@ -11,15 +11,12 @@ Source: arXiv 2402.03300, clip-higher arXiv 2503.14476
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss_groups import RatioCap, RatioClipping
 from megatron_dppo.losses.adaptive import AdaptiveThresholds
 from megatron_dppo.losses.rule import Loss
-
-if TYPE_CHECKING:
-    from megatron_dppo.losses import Decision, Tokens
 
 
 class GRPO(AdaptiveThresholds, RatioClipping, RatioCap, Loss):
@@ -37,7 +34,7 @@ class GRPO(AdaptiveThresholds, RatioClipping, RatioCap, Loss):
 
     can_center: ClassVar[bool] = True
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Mask tokens whose ratio is beyond the limit of their side."""
         limits = losses.adapted_limits(self.clip_ratios, tokens, self)
         keep = losses.ratio_keep_mask(tokens.log_ratio, tokens.advantages, *limits)

@@ -11,16 +11,13 @@ Source: arXiv 2507.18071
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss_groups import RatioClipping, SequenceMean
 from megatron_dppo.losses.rule import Loss
-
-if TYPE_CHECKING:
-    from megatron_dppo.losses import Decision, Tokens
 
 
 class GSPO(RatioClipping, SequenceMean, Loss):
@@ -42,7 +39,7 @@ class GSPO(RatioClipping, SequenceMean, Loss):
 
     default_clip_ratios: ClassVar[tuple[float, float]] = (3e-4, 4e-4)
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Clip the ratio of the sequence."""
         # Every token carries s, with the gradient of its own log pi. Averaged over the sequence this is the gradient
         # of s.

@@ -11,16 +11,13 @@ Source: prime-rl, pull requests 3418 and 3586
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss_groups import DivergenceThresholds, RatioCap
 from megatron_dppo.losses.rule import Loss
-
-if TYPE_CHECKING:
-    from megatron_dppo.losses import Decision, Tokens
 
 
 class IPO(DivergenceThresholds, RatioCap, Loss):
@@ -47,7 +44,7 @@ class IPO(DivergenceThresholds, RatioCap, Loss):
         """Threshold on both sides where none is set."""
         return 0.3
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Mask tokens that are beyond the threshold of the side on which they are."""
         low, high = self.thresholds
         divergence = losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs)

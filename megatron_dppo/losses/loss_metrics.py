@@ -3,8 +3,6 @@
 Counterfactual metrics are the decisions of other losses, with their defaults, on the same tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Any

@@ -26,7 +26,6 @@ from megatron_dppo.losses.rule import Loss
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_dppo.losses import BatchTokens, Decision, Tokens
 
 _MAX_LOG_RATIO = 80.0
 """As in ``Tokens``: a log ratio of -inf, where pi is 0, must not make the limit infinite."""
@@ -58,14 +57,14 @@ class M2PO(Loss):
         """Add the largest square that is kept."""
         return {**super().update_statistics(), "largest_square": self.largest_square}
 
-    def largest_square(self, tokens: BatchTokens) -> float:
+    def largest_square(self, tokens: losses.BatchTokens) -> float:
         """Return the limit of (log r)^2 with which the mean over the tokens that are left is small enough."""
         squares = _squares(tokens.log_ratio)
         if self.second_moment_tokens == "outward":
             squares = squares[tokens.log_ratio * tokens.advantages > 0]
         return largest_square(squares, self.second_moment_limit)
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Mask the tokens beyond the largest square that the batch keeps."""
         squares = _squares(tokens.log_ratio)
         keep = squares <= tokens.statistic("largest_square")

@@ -11,14 +11,11 @@ Source: arXiv 2512.01374
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss_groups import RatioCap, RatioClipping
 from megatron_dppo.losses.rule import Loss
-
-if TYPE_CHECKING:
-    from megatron_dppo.losses import Decision, Tokens
 
 
 class MiniRL(RatioClipping, RatioCap, Loss):
@@ -36,7 +33,7 @@ class MiniRL(RatioClipping, RatioCap, Loss):
 
     mismatch_uses_recomputed: ClassVar[bool] = True
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Mask tokens whose ratio to pi' is beyond the limit of their side."""
         keep = losses.ratio_keep_mask(tokens.recomputed_log_ratio, tokens.advantages, *self.clip_ratios)
         # The mask reads pi / pi', the weight pi / mu.

@@ -1,7 +1,5 @@
 """Decision of a loss for each token with the mask against the mismatch of trainer and engine."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal, cast
 

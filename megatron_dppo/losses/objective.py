@@ -7,11 +7,8 @@ unified gradient. Two *values* go with it: ``-A min(r, C) M log pi`` (``form = "
 (``"ratio"``, whose gradient is 0 above C, and below ``ratio_floor``). Compare gradients across frameworks, not curves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -213,7 +210,9 @@ def policy_objective(
     by_token = "sequence_ids" not in config.required_inputs
     acts_without_advantage = config.kl_coef > 0 or config.entropy_coef > 0 or config.needs.zero_advantage
     return Objective(
-        loss=partial(_loss_of_batch, config=config, counterfactuals=counterfactuals, statistics=statistics or {}),
+        loss=lambda inputs: policy_loss(
+            replace(inputs, statistics=statistics or {}), config, counterfactuals=counterfactuals
+        ),
         by_token=by_token,
         # A loss over sequences needs all their tokens, also those without a gradient of their own.
         skips_zero_advantage=by_token and not acts_without_advantage,
@@ -224,12 +223,6 @@ def policy_objective(
             topk_sums=_sums(config),
         ),
     )
-
-
-def _loss_of_batch(
-    inputs: LossInputs, config: LossConfig, *, counterfactuals: bool, statistics: Mapping[str, float]
-) -> LossOutput:
-    return policy_loss(replace(inputs, statistics=statistics), config, counterfactuals=counterfactuals)
 
 
 def _sums(config: LossConfig) -> SlotSums | None:

@@ -10,14 +10,11 @@ Source: arXiv 2602.04879, section 5 (PG-IS)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from megatron_dppo import losses
 from megatron_dppo.config.loss_groups import RatioCap
 from megatron_dppo.losses.rule import Loss
-
-if TYPE_CHECKING:
-    from megatron_dppo.losses import Decision, Tokens
 
 
 class PolicyGradient(RatioCap, Loss):
@@ -33,6 +30,6 @@ class PolicyGradient(RatioCap, Loss):
 
     can_center: ClassVar[bool] = True
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Keep every token."""
         return losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs))

@@ -11,7 +11,7 @@ Source: arXiv 1707.06347, dual clip 1912.09729, decoupled 2110.00641
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,9 +20,6 @@ from megatron_dppo.config.loss import Form
 from megatron_dppo.config.loss_groups import RatioClipping
 from megatron_dppo.losses.adaptive import AdaptiveThresholds
 from megatron_dppo.losses.rule import Loss
-
-if TYPE_CHECKING:
-    from megatron_dppo.losses import Decision, Tokens
 
 
 class PPO(AdaptiveThresholds, RatioClipping, Loss):
@@ -43,7 +40,7 @@ class PPO(AdaptiveThresholds, RatioClipping, Loss):
     forms: ClassVar[tuple[Form, ...]] = ("ratio",)
     can_center: ClassVar[bool] = True
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Clip the ratio."""
         divergence = losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs)
         limits = losses.adapted_limits(self.clip_ratios, tokens, self)
@@ -69,7 +66,7 @@ class DecoupledPPO(RatioClipping, Loss):
     mismatch_uses_recomputed: ClassVar[bool] = True
     truncates_mismatch: ClassVar[bool] = True
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Clip pi / pi', and correct for the difference of trainer and engine by pi' / mu."""
         mismatch = losses.mismatch_log_ratio(tokens, self).exp()
         if self.mismatch == "truncate":

@@ -15,8 +15,6 @@ with Q the sum of pi^2 over the rest. With the exact Q these are the true deriva
 sign is that of pi_k - mu_k for every Q, so that Binary masks have nothing to predict.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

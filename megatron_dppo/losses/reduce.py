@@ -1,7 +1,5 @@
 """Sums, maxima and aggregation weights over the loss mask, safe against anything that stands outside it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

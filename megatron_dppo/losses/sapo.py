@@ -11,7 +11,7 @@ Source: arXiv 2511.20347
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -19,9 +19,6 @@ from megatron_dppo import losses
 from megatron_dppo.config.loss import Form
 from megatron_dppo.config.loss_groups import RatioCap
 from megatron_dppo.losses.rule import Loss
-
-if TYPE_CHECKING:
-    from megatron_dppo.losses import Decision, Tokens
 
 
 class SAPO(RatioCap, Loss):
@@ -44,7 +41,7 @@ class SAPO(RatioCap, Loss):
     forms: ClassVar[tuple[Form, ...]] = ("reinforce",)
     can_center: ClassVar[bool] = True
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Keep every token, with the gated weight."""
         decision = losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs))
         above = decision.weight - 1  # r - 1

@@ -4,8 +4,6 @@ Tokens outside the mask count for nothing: neither as positions nor in a sum. Ea
 tokens in order and next to each other, as a packed row has them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -96,8 +94,7 @@ def _lengths(sequence_ids: Tensor) -> list[int]:
     if runs.numel() != int(sequence_ids.unique().numel()):
         raise ValueError(
             "sequence_ids: the tokens of a sequence are not next to each other; prefix budgets need each sequence's "
-            "tokens next to each "
-            "other, in order"
+            "tokens next to each other, in order"
         )
     return [int(length) for length in lengths.tolist()]
 

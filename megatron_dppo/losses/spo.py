@@ -22,7 +22,6 @@ from megatron_dppo.losses.rule import Loss
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_dppo.losses import Decision, Tokens
     from megatron_dppo.types import LossInputs
 
 
@@ -54,14 +53,14 @@ class SPO(RatioCap, Loss):
         """Floor and cap of the weight, which may be negative."""
         return (float("-inf"), super().ratio_limits[1])
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Keep every token, with a weight that falls as its ratio moves outward."""
         decision = losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs))
         ratio = self._ratio(tokens)
         outward = (ratio - 1) * tokens.advantages.sign() / self.ratio_range
         return decision._replace(weight=ratio * (1 - outward))
 
-    def terms(self, inputs: LossInputs, tokens: Tokens, decision: Decision) -> tuple[Tensor, Tensor]:
+    def terms(self, inputs: LossInputs, tokens: losses.Tokens, decision: losses.Decision) -> tuple[Tensor, Tensor]:
         """Report the value of the loss itself with ``form = "ratio"``."""
         keep, term = super().terms(inputs, tokens, decision)
         if self.resolved_form == "reinforce":
@@ -71,6 +70,6 @@ class SPO(RatioCap, Loss):
         return keep, losses.with_value(term, tokens.advantages.abs() * penalty - tokens.advantages * ratio, keep)
 
     @staticmethod
-    def _ratio(tokens: Tokens) -> Tensor:
+    def _ratio(tokens: losses.Tokens) -> Tensor:
         """Return pi / mu, limited so that its square is finite in fp32."""
         return tokens.log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()

@@ -1,7 +1,5 @@
 """The inputs of a loss, checked, and with everything outside the loss mask made harmless."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal

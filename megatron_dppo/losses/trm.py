@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_dppo.config.loss import TopKSummary
-    from megatron_dppo.losses import Decision, Tokens
 
 
 class TRM(RatioCap, Loss):
@@ -74,7 +73,7 @@ class TRM(RatioCap, Loss):
             )
         super().check()
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Mask all tokens of a sequence that is beyond a limit."""
         # "off" is an infinite limit, which no finite divergence exceeds.
         largest = math.inf if self.sequence_max == "off" else self.sequence_max
@@ -83,7 +82,7 @@ class TRM(RatioCap, Loss):
         keep = losses.sequence_keep_mask(peak, average, tokens.mask, tokens.sequences, largest, mean)
         return losses.weigh_by_ratio(tokens, average, keep)
 
-    def _divergences(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def _divergences(self, tokens: losses.Tokens) -> tuple[Tensor, Tensor]:
         """Return the divergences that the maximum and the mean are taken of, [num_tokens] each."""
         if self.divergence == "topk":
             on_topk = tokens.topk_set.divergence("kl").to(tokens.log_ratio.dtype)

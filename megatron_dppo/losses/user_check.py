@@ -5,8 +5,6 @@ call, or, with ``needs(sequences=True)``, on those of other sequences. Heads cal
 any samples, and ranks share them out; a loss that normalises over its call would train differently with each of these.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

@@ -8,8 +8,6 @@ The contract, of which docs/loss.md tells the user:
 Checking that numbers are finite reads them: on CUDA one synchronisation for each call.
 """
 
-from __future__ import annotations
-
 import traceback
 from dataclasses import fields, replace
 from typing import Any

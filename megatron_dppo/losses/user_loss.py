@@ -20,7 +20,6 @@ from megatron_dppo.losses.rule import Loss
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_dppo.losses import Decision, Tokens
     from megatron_dppo.types import LossInputs
 
 
@@ -48,12 +47,12 @@ class UserLoss(Loss):
         load_user_function(self.name, "loss.name", self.options)
         super().load_functions()
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Keep every token: the function itself decides."""
         # Weight and divergence are only for the metrics: ``terms`` calls the function for value and gradient.
         return losses.weigh_by_ratio(tokens, losses.binary_tv(tokens.logprobs, tokens.rollout_logprobs))
 
-    def terms(self, inputs: LossInputs, tokens: Tokens, decision: Decision) -> tuple[Tensor, Tensor]:
+    def terms(self, inputs: LossInputs, tokens: losses.Tokens, decision: losses.Decision) -> tuple[Tensor, Tensor]:
         """Call the function; a masked token has the term 0."""
         keep = decision.keep & tokens.mask
         terms, keep_by_user = losses.call_user_loss(self.user_loss, self.options, inputs, tokens)

@@ -11,7 +11,7 @@ Source: arXiv 2602.10693, as TRL 0.27 (f2cd577, 24 July 2026) states it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -19,9 +19,6 @@ from megatron_dppo import losses
 from megatron_dppo.config.loss import Form
 from megatron_dppo.config.user_functions import FunctionNeeds
 from megatron_dppo.losses.rule import Loss
-
-if TYPE_CHECKING:
-    from megatron_dppo.losses import Decision, Tokens
 
 _LOG_RATIO_LIMITS = (-18.42068074395237, 20.0)
 """Limits of log s, as in TRL: the logarithm of 1e-8, and 20. Beyond them phi is 0 to rounding."""
@@ -55,7 +52,7 @@ class VESPO(Loss):
         """Whole sequences."""
         return FunctionNeeds(sequences=True, zero_advantage=False)
 
-    def decide(self, tokens: Tokens) -> Decision:
+    def decide(self, tokens: losses.Tokens) -> losses.Decision:
         """Keep every token, with the weight of its sequence."""
         log_ratio = losses.per_sequence(tokens.log_ratio, tokens.mask, tokens.sequences, "sum")
         log_ratio = log_ratio.clamp(*_LOG_RATIO_LIMITS)

@@ -1,7 +1,5 @@
 """Hugging Face weights into a sharded Megatron model and back, streamed one parameter at a time."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -22,6 +20,7 @@ from megatron_dppo.mcore import mapping
 from megatron_dppo.mcore.mapping import router_biases
 from megatron_dppo.mcore.model import padded_vocab_size
 from megatron_dppo.parallel.groups import ParallelGroups
+from megatron_dppo.parallel.objects import all_gather
 
 ADAPTERS = "adapters"
 """Name of the submodule of a model chunk that holds its LoRA adapters, which have no Hugging Face weights."""
@@ -170,13 +169,3 @@ class Bridge:
         if rule.shard_dim is None:
             return local
         return mapping.unshard(rule, all_gather(local, self._shard_group(rule)), self._shape)
-
-
-def all_gather(local: Tensor, group: ProcessGroup | None) -> list[Tensor]:
-    """Return the tensors of all ranks of a group, which have the same shape."""
-    size = dist.get_world_size(group)
-    if size == 1:
-        return [local]
-    gathered = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(size)]
-    dist.all_gather(gathered, local.contiguous(), group=group)
-    return gathered

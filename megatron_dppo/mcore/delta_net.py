@@ -8,8 +8,6 @@ Delete when: Megatron computes packed rows without these kernels, and that norm 
 Parameters, their names and their checkpoints are Megatron's. Only what lies between its two projections is replaced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

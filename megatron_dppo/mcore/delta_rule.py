@@ -4,8 +4,6 @@ Both have the same interface (``DeltaNetKernels``), so one layer serves every de
 know where sequences start (``cu_seqlens``). In torch the sequences are padded in groups of similar length.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable

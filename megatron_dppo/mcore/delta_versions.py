@@ -5,8 +5,6 @@ RuntimeError in the first backward pass. Affected: Triton 3.4.0 to 3.7.0 (flash-
 tilelang, which it then uses instead. Delete when no supported torch brings one of these.
 """
 
-from __future__ import annotations
-
 import re
 
 FIX = "pip install tilelang, or pip install 'torch>=2.13', which brings Triton 3.7.1"

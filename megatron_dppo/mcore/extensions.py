@@ -11,7 +11,6 @@ kernel releases when the builder dies.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -34,6 +33,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.errors import ExtensionError
+from megatron_dppo.files import try_lock
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -48,7 +48,6 @@ WAIT_SECONDS = 660.0
 _NAME = "share_storage_ext"
 _POLL_SECONDS = 0.1
 _CHOOSE_FOLDER = "Set TORCH_EXTENSIONS_DIR to a folder that this user can write to"
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _BUILD = """
 import json, os, sys
 from torch.utils.cpp_extension import load_inline
@@ -160,7 +159,7 @@ def _sole_builder(folder: Path) -> Iterator[int]:
 
 def _acquire(lock: int, path: Path) -> None:
     end = time.monotonic() + WAIT_SECONDS
-    while not _try_lock(lock):
+    while not try_lock(lock, fcntl.flock):
         if time.monotonic() > end:
             owner = os.pread(lock, 1024, 0).decode(errors="replace").strip() or "another process"
             raise ExtensionError(
@@ -171,17 +170,6 @@ def _acquire(lock: int, path: Path) -> None:
         time.sleep(_POLL_SECONDS)
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()} since {time.ctime()}".encode(), 0)
-
-
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        if error.errno not in _NO_LOCKS:
-            raise
-    return True
 
 
 def _remove_unfinished(folder: Path) -> None:

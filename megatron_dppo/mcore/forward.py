@@ -1,7 +1,5 @@
 """Forward and backward passes of packed micro-batches with Megatron's pipeline schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

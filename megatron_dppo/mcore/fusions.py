@@ -1,7 +1,5 @@
 """Megatron's fused kernels and FP8: defaults, checks, and what a run reports about them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 

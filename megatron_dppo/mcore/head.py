@@ -4,12 +4,10 @@ GPTModel returns its hidden states instead of logits: by its hook ``output_proce
 an output layer that passes its input through. The plain output layer is the reference in tests of the fused head.
 """
 
-from __future__ import annotations
-
 import inspect
 from copy import copy
 from dataclasses import replace
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, Self, TypedDict
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -25,12 +23,13 @@ from megatron_dppo.head.checks import check_slots
 from megatron_dppo.head.columns import looked_up_ids
 from megatron_dppo.head.loss import LossFunction, dppo_head_loss
 from megatron_dppo.head.mixed_gemm import logits_into
-from megatron_dppo.head.stats import HeadStatistics, loss_inputs, vocab_parallel_head_stats
+from megatron_dppo.head.stats import loss_inputs, vocab_parallel_head_stats
 from megatron_dppo.head.teacher import TeacherTargets, add_distillation
 from megatron_dppo.head.vocab_logprobs import shard_range
-from megatron_dppo.head.vocab_topk import keep_only, vocab_parallel_statistics, vocab_parallel_topk
+from megatron_dppo.head.vocab_topk import HeadStatistics, keep_only, vocab_parallel_statistics, vocab_parallel_topk
 from megatron_dppo.losses import SUPERVISED, Objective, no_policy_loss
 from megatron_dppo.mcore.row import MicroBatchRow
+from megatron_dppo.parallel.objects import all_gather
 from megatron_dppo.types import NO_NEEDS, LossInputs, LossNeeds, LossOutput, Metric, SamplingMask, TokenTargets
 from megatron_dppo_megatron_cpu.context import ContextShard
 
@@ -112,7 +111,7 @@ class OutputHead:
         self._group = tp_group
         self._common: _HeadOptions = {"group": tp_group, "vocab_size": vocab_size, "temperature": temperature}
 
-    def at_temperature(self, temperature: float) -> OutputHead:
+    def at_temperature(self, temperature: float) -> Self:
         """Return a head with the same output layer at another temperature."""
         head = copy(self)
         head._common = {**self._common, "temperature": temperature}
@@ -200,10 +199,7 @@ class OutputHead:
         rows = self._gather_hidden(hidden)[positions]
         weight = self.weight()
         local_logits = logits_into(rows, weight, None, rows.new_empty(len(rows), len(weight), dtype=torch.float32))
-        shards = [local_logits]
-        if self._group is not None:
-            shards = [torch.empty_like(local_logits) for _ in range(self._group.size())]
-            torch.distributed.all_gather(shards, local_logits, group=self._group)
+        shards = [local_logits] if self._group is None else all_gather(local_logits, self._group)
         # Megatron pads the vocabulary at its end, so the padding is cut off after the shards are joined.
         return rows, torch.cat(shards, 1)[:, : self._common["vocab_size"]]
 
@@ -274,7 +270,7 @@ class OutputHead:
             # The slots here include the label's, so that the mass outside excludes it. The fused head adds the label
             # itself.
             statistics = statistics._replace(id_logprobs=statistics.id_logprobs[:, :-1])
-        return HeadStatistics(*statistics, None, None)
+        return statistics
 
     def _gather_hidden(self, hidden: Tensor) -> Tensor:
         """Return the hidden states ``[T, H]`` on every tensor-parallel rank; backward sums the ranks' gradients."""

@@ -3,14 +3,9 @@
 Megatron and Transformer Engine have norms over each head alone. This one is a layer of the spec with both.
 """
 
-from __future__ import annotations
-
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_rank
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter

@@ -1,7 +1,5 @@
 """Weights and optimizer state in host memory while they are not needed on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 

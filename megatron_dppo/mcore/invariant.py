@@ -7,8 +7,6 @@ is left to the hardware, and checked for each shape on first use. There is one t
 the work depending on its size.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -9,15 +9,13 @@ same on every layout, and in a forward pass that is recomputed. It is not stored
 The standard deviations belong to the trainer, not to the model: exports, servers and conversions do not contain them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -45,7 +43,7 @@ class RowNoise:
     """Rank and size of sequence parallelism."""
 
     @classmethod
-    def from_batch(cls, batch: MicroBatch, shard: ContextShard | None, part: tuple[int, int], name: str) -> RowNoise:
+    def from_batch(cls, batch: MicroBatch, shard: ContextShard | None, part: tuple[int, int], name: str) -> Self:
         """Create the noise of a micro-batch in host memory.
 
         Tokens after a sequence's last loss token get none. No loss token attends to them, and their number depends on

@@ -4,8 +4,6 @@ Megatron's router calls ``RouterReplay.get_replay_topk`` for the experts, before
 logits. A forward hook on the router sees those weights after all normalization and scaling, and replaces them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

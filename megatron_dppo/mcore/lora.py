@@ -4,8 +4,6 @@ They are in a module of their own in each model chunk (``chunk.adapters``). Mega
 then hold adapters and nothing else. Layers of Transformer Engine and of ``megatron_dppo_megatron_cpu`` work alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,9 +22,10 @@ from megatron_dppo.hf.families import check_adapter_targets
 from megatron_dppo.hf.families.rules import join_sections
 from megatron_dppo.hf.folder import Weights
 from megatron_dppo.mcore import mapping
-from megatron_dppo.mcore.bridge import ADAPTERS, StageTensors, all_gather, global_names
+from megatron_dppo.mcore.bridge import ADAPTERS, StageTensors, global_names
 from megatron_dppo.mcore.lora_layer import FACTORS, AdaptedWeight, Factor, FusedNorm, LinearAdapter
 from megatron_dppo.parallel.groups import ParallelGroups
+from megatron_dppo.parallel.objects import all_gather
 
 _RANDOM_SIZE = 0.25
 """Size of a random adapter's ``s B A`` relative to the weight of its layer (``Lora.randomized``)."""

@@ -9,8 +9,6 @@ exchange the low-rank product, ``rank`` numbers per token. Layers that every ran
 whole factors and exchange nothing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

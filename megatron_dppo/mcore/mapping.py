@@ -3,8 +3,6 @@
 ``shard`` and ``unshard`` convert between full tensors and tensor-parallel shards. No Megatron, no collectives.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ weight, it warns, leaves the parameter random, and does not export it. So each p
 export follows, which must equal what was loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain

@@ -1,7 +1,5 @@
 """TransformerConfig and GPTModel from a Hugging Face configuration; model families add their own fields."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A policy's model on this rank with its weights, before an optimizer: chunks, weight bridge, adapters, head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

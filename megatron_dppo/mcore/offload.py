@@ -8,8 +8,6 @@ Affected: Megatron Core 0.16.1 to 0.19.2.
 Delete when: a resumed HybridDeviceOptimizer continues bitwise.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence, Set
 from functools import partial

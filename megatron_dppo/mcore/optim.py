@@ -1,7 +1,5 @@
 """Megatron's DistributedDataParallel, optimizer, fp16 loss scale and learning-rate schedule."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -11,8 +11,6 @@ Affected: Megatron Core 0.16.1 to 0.19.2.
 Delete when: Megatron has such a format.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

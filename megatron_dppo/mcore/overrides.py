@@ -1,7 +1,5 @@
 """The table ``model.transformer``: which fields of Megatron's TransformerConfig a user may set, and to what."""
 
-from __future__ import annotations
-
 import types
 from dataclasses import fields
 from difflib import get_close_matches
@@ -13,6 +11,14 @@ from megatron_dppo.config.model import ParallelConfig
 from megatron_dppo.errors import ConfigError, ErrorCollector
 from megatron_dppo.mcore.router_replay import check_router_replay_support
 
+_OF_THE_MODEL = """
+    num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size
+    moe_ffn_hidden_size num_moe_experts moe_router_topk moe_router_pre_softmax gated_linear_unit
+    activation_func add_bias_linear normalization layernorm_epsilon qk_layernorm add_qkv_bias
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq moe_router_score_function
+    moe_router_enable_expert_bias moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
+    multi_latent_attention rotary_interleaved window_size window_attn_skip_freq softmax_type
+"""
 _OWNED = {
     "calculate_per_token_loss": "the loss is always divided by one global token count",
     "variable_seq_lengths": "it follows from the pipeline size",
@@ -29,41 +35,7 @@ _OWNED = {
     **dict.fromkeys(
         (*ParallelConfig.model_fields, "batch_p2p_comm"), "set it in [parallel], where the layout is checked"
     ),
-    **dict.fromkeys(
-        [
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "ffn_hidden_size",
-            "moe_ffn_hidden_size",
-            "num_moe_experts",
-            "moe_router_topk",
-            "moe_router_pre_softmax",
-            "gated_linear_unit",
-            "activation_func",
-            "add_bias_linear",
-            "normalization",
-            "layernorm_epsilon",
-            "qk_layernorm",
-            "add_qkv_bias",
-            "moe_shared_expert_intermediate_size",
-            "moe_shared_expert_gate",
-            "moe_layer_freq",
-            "moe_router_score_function",
-            "moe_router_enable_expert_bias",
-            "moe_router_topk_scaling_factor",
-            "moe_router_num_groups",
-            "moe_router_group_topk",
-            "multi_latent_attention",
-            "rotary_interleaved",
-            "window_size",
-            "window_attn_skip_freq",
-            "softmax_type",
-        ],
-        "it is the model's own, from config.json",
-    ),
+    **dict.fromkeys(_OF_THE_MODEL.split(), "it is the model's own, from config.json"),
 }
 """Fields of TransformerConfig that are not for the user's table, and why."""
 _PLAIN = ("bool", "int", "float", "str", "dict", "list", "tuple")

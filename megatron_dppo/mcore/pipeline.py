@@ -1,7 +1,5 @@
 """Layers of each pipeline stage, by Megatron's own functions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megatron.core.transformer import TransformerConfig

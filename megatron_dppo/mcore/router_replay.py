@@ -9,8 +9,6 @@ backward pass. The pipeline schedules run the micro-batches of a chunk in the sa
 are right if forward hooks set them when a chunk begins a forward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +16,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -27,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.mcore.layer_replay import LayerReplay, ReplayCounts
+from megatron_dppo.parallel.objects import all_gather
 from megatron_dppo.types import MISSING_EXPERT, Metric, MicroBatch, MicroBatches, RoutingShape
 from megatron_dppo_megatron_cpu.context import ContextShard
 
@@ -219,9 +217,7 @@ class ReplayDriver:
         # As bytes, because NCCL has no int16.
         raw = routes.view(torch.uint8)
         if self._tp_group is not None:
-            parts = [torch.empty_like(raw) for _ in range(self._tp_group.size())]
-            dist.all_gather(parts, raw, group=self._tp_group)
-            raw = torch.cat(parts)
+            raw = torch.cat(all_gather(raw, self._tp_group))
         if self._cp_group is not None:
             raw = ContextShard.of(batch.cu_seqlens, self._cp_group).to(raw.device).gather(raw)
         return raw.view(routes.dtype)

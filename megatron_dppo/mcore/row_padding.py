@@ -9,8 +9,6 @@ Affected: Megatron Core 0.16.1 to 0.19.2.
 Delete when: Megatron's own mask gives the gradient of one process (tests/distributed/test_balance_loss.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

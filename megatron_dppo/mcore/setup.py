@@ -1,7 +1,5 @@
 """Process groups and random states: Megatron's globals, returned as explicit arguments."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from typing import Any
@@ -14,6 +12,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.network import connection_limit
+from megatron_dppo.parallel.objects import all_gather_objects
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.parallel.rendezvous import join_ranks
 from megatron_dppo.parallel.shared_mesh import MessageTag, new_shared_mesh_group
@@ -77,8 +76,7 @@ def parallel_sizes(layout: Layout) -> dict[str, int | None]:
 
 def _replica(world: dist.ProcessGroup) -> tuple[int, ...]:
     """Return the ranks with this data-parallel index. Megatron has such a group only without context parallelism."""
-    indices: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(indices, parallel_state.get_data_parallel_rank(), group=world)
+    indices = all_gather_objects(parallel_state.get_data_parallel_rank(), world)
     return tuple(rank for rank, index in enumerate(indices) if index == indices[dist.get_rank()])
 
 
@@ -98,8 +96,7 @@ def _new_host_group(ranks: tuple[int, ...], tag: MessageTag, world: dist.Process
 
     A group of all ranks is ``world``. The others share its connections.
     """
-    requested: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(requested, ranks, group=world)
+    requested = all_gather_objects(ranks, world)
     everyone = tuple(range(dist.get_world_size()))
     # ``new_group`` is a collective of all ranks, members or not, so all create all groups in one order.
     groups = {members: new_shared_mesh_group(members, world, tag) for members in sorted(set(requested) - {everyone})}

@@ -1,7 +1,5 @@
 """Megatron Core on this process's device: the shims of ``megatron_dppo_megatron_cpu``, and one of the trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megatron_dppo.errors import UserError

@@ -1,7 +1,5 @@
 """Layer specs: Transformer Engine's on CUDA if installed, else pure torch layers with the same names."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add

@@ -4,8 +4,6 @@ It has its own sizes and the policy's layout, so its hidden states and vocabular
 policy's. Between its forward passes it is in host memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

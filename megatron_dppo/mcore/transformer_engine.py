@@ -1,7 +1,5 @@
 """Detection of Transformer Engine, and checks of its limits."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import re

@@ -1,7 +1,5 @@
 """Construction of a model without memory, to find what Megatron refuses before any process group exists."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig

@@ -1,7 +1,5 @@
 """Process groups of a layout, passed as arguments instead of looked up in Megatron's globals."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup

@@ -1,7 +1,5 @@
 """Collectives of Python objects between the ranks of a group."""
 
-from __future__ import annotations
-
 import io
 import math
 import pickle
@@ -84,6 +82,16 @@ def all_gather_objects(value: T, group: ProcessGroup | None) -> list[T]:
     values: list[T | None] = [None] * size
     dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value]
+
+
+def all_gather(local: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+    """Return the tensors of all ranks of a group, which have the same shape."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [local]
+    gathered = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(size)]
+    dist.all_gather(gathered, local.contiguous(), group=group)
+    return gathered
 
 
 def gather_objects(value: T, group: ProcessGroup | None) -> list[T]:

@@ -1,9 +1,8 @@
 """Device, collective backend, dtypes and threads of this process."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -27,7 +26,7 @@ class Platform:
         return self.device.type == "cuda"
 
     @classmethod
-    def detect(cls, local_rank: int = 0, *, force_cpu: bool = False) -> Platform:
+    def detect(cls, local_rank: int = 0, *, force_cpu: bool = False) -> Self:
         """Choose CUDA device ``local_rank`` on a machine with CUDA, else the CPU."""
         if torch.cuda.is_available() and not force_cpu:
             count = torch.cuda.device_count()

@@ -4,8 +4,6 @@ Ranks open the store first, before any of them reads data, which may take rank 0
 the store, or has not opened it, within some minutes never will: the run ends with its name.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -8,8 +8,6 @@ groups send their messages through it, point to point, with a tag of their own.
 # torch's stubs describe the methods that users call. torch's functions call them with options, as here.
 # mypy: disable-error-code="override"
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple

@@ -16,6 +16,7 @@ from megatron_dppo.data.training_samples import RowShape, fill_bins, group_segme
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import model_shape
 from megatron_dppo.losses import BatchTotals
+from megatron_dppo.parallel.objects import all_gather
 from megatron_dppo.types import MicroBatches, TrainingSample
 
 if TYPE_CHECKING:
@@ -121,10 +122,7 @@ def packing_units(samples: Sequence[TrainingSample], shape: RowShape, *, joins_s
 
 def all_gather_integers(values: list[int], group: dist.ProcessGroup | None) -> Tensor:
     """Return the values of every rank of the group, ``[num_ranks, len(values)]``; a collective."""
-    local = torch.tensor(values)
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, local, group=group)
-    return torch.stack(gathered)
+    return torch.stack(all_gather(torch.tensor(values), group))
 
 
 def attention_length(hf_config: Any) -> float:

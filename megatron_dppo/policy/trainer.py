@@ -1,7 +1,5 @@
 """The policy on this rank: updates, log-probabilities, weights and checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,12 +17,7 @@ from megatron_dppo.head.teacher import TeacherTargets
 from megatron_dppo.hf.folder import Weights, routing_shape
 from megatron_dppo.losses import Objective, with_cosines
 from megatron_dppo.mcore.checkpoint.folder import read_state
-from megatron_dppo.mcore.checkpoint.save_load import (
-    CheckpointSave,
-    check_can_save,
-    load_checkpoint,
-    save_checkpoint,
-)
+from megatron_dppo.mcore.checkpoint.save_load import CheckpointSave, check_can_save, load_checkpoint, save_checkpoint
 from megatron_dppo.mcore.forward import forward_backward, forward_hidden_states, forward_logprobs
 from megatron_dppo.mcore.head import OutputHead, TokenLogprobs
 from megatron_dppo.mcore.host_memory import DeviceState
@@ -34,9 +27,9 @@ from megatron_dppo.mcore.model_parts import ModelParts
 from megatron_dppo.mcore.optim import AdamStep, Optimizer, wrap_for_training
 from megatron_dppo.mcore.router_replay import ReplayDriver, ReplayMode, drop_routes, with_worst_layer
 from megatron_dppo.mcore.row import MicroBatchRow, RowRecord
-from megatron_dppo.policy.packed import PackedBatch, Packer, attention_length
+from megatron_dppo.policy.packed import Packer, attention_length
 from megatron_dppo.report.metrics import reduce_metrics
-from megatron_dppo.types import MicroBatch, StepResult, TrainingSample
+from megatron_dppo.types import MicroBatch, StepResult
 from megatron_dppo.types.stored_record import StoredRecord
 
 ReadingT = TypeVar("ReadingT")
@@ -100,7 +93,7 @@ class PolicyTrainer:
         self.row_shape = RowShape(row_multiple=row_multiple, sequence_multiple=layout.sequence_multiple)
         # Megatron's allgather dispatcher gathers the rows of all expert-parallel ranks and requires equal lengths.
         equal_rows = layout.ep > 1 and megatron_config.moe_token_dispatcher_type == "allgather"
-        self._packer = Packer(self.row_shape, layout.micro_batch_multiple, groups.dp, equal_rows=equal_rows)
+        self.pack = Packer(self.row_shape, layout.micro_batch_multiple, groups.dp, equal_rows=equal_rows).pack
         self._balance_losses = LoadBalancingLosses(megatron_config, groups.dp)
 
         # Router replay.
@@ -290,17 +283,6 @@ class PolicyTrainer:
     def device(self) -> torch.device:
         """Device of this rank's model."""
         return next(self.models[0].parameters()).device
-
-    def pack(
-        self,
-        samples: Sequence[TrainingSample],
-        budget: int,
-        bins: list[list[int]] | None = None,
-        *,
-        joins_segments: bool = False,
-    ) -> PackedBatch:
-        """Pack this rank's samples into micro-batches; a collective, see ``Packer.pack``."""
-        return self._packer.pack(samples, budget, bins, joins_segments=joins_segments)
 
     def save(
         self,

@@ -12,9 +12,6 @@ An owner that is an earlier attempt of the same Slurm job, on a node that Slurm 
 (``claim``).
 """
 
-from __future__ import annotations
-
-import errno
 import fcntl
 import json
 import os
@@ -29,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import ConfigError, UserError
-from megatron_dppo.files import read_regular_file
+from megatron_dppo.files import read_regular_file, try_lock
 
 CLAIM = ".megatron_dppo.claim"
 _CLAIMED_EXIT_CODE = 1
@@ -82,7 +79,6 @@ CLAIM_SECONDS = 60.0
 """Seconds that an earlier attempt of the same job has to exit. Longer than several heartbeats."""
 WATCH_SECONDS = 30.0
 """Seconds to watch for heartbeats of an owner on another machine. Longer than several heartbeats."""
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 def this_process() -> dict[str, Any]:
@@ -209,14 +205,9 @@ class FolderLock:
     def _try_lock(self) -> bool:
         """Return True if the kernel grants the lock, or if the file system has no locks and the heartbeat decides."""
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return try_lock(self._file, fcntl.lockf)
         except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return True
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                return False
             raise ConfigError(f"{self._messages.key}: {self.path} cannot be locked: {error.strerror}") from error
-        return True
 
     def _is_current(self) -> bool:
         try:

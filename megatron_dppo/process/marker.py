@@ -1,7 +1,5 @@
 """The marker file of a run's folder: its name, when it began, and the job that began it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Processes that exit with their parent: children with this process, this process with its launcher."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import secrets

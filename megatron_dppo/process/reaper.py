@@ -10,8 +10,6 @@ A parent-death signal is not enough. It reaches only direct children, and the ke
 started them ends. Linux only (``/proc``).
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -4,11 +4,10 @@ The record is a small file that outlives the attempts. It also shows an attempt 
 as after a node failure. This module does not import torch.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from megatron_dppo.errors import ConfigError, UserError
 from megatron_dppo.files import write_synced
@@ -34,7 +33,7 @@ class DiskProgress:
     """Step of the newest complete checkpoint. 0 without one."""
 
     @classmethod
-    def read(cls, output_dir: Path) -> DiskProgress:
+    def read(cls, output_dir: Path) -> Self:
         """Return the progress in the folder of a run."""
         saved = checkpoints(checkpoints_folder(output_dir))
         return cls(step_number(saved[-1]) if saved else 0)
@@ -98,9 +97,8 @@ class Restarts:
 
     def _explain_limit(self, record: AttemptRecord) -> str:
         return (
-            f"{record.ends} attempts in a row ended without anything newer than {record.progress} in "
-            f"{self.output_dir} (--max-restarts {self.limit}), so the job is not queued again. Submit it again to "
-            "resume from there"
+            f"{record.ends} attempts in a row ended without anything newer than {record.progress} in {self.output_dir} "
+            f"(--max-restarts {self.limit}), so the job is not queued again. Submit it again to resume from there"
         )
 
     def _count_attempt(self, record: AttemptRecord) -> AttemptRecord:

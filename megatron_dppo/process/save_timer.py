@@ -1,7 +1,5 @@
 """Checkpoints by time: when one is due, and whether host memory has room to write it in the background."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

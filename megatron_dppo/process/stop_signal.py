@@ -1,7 +1,5 @@
 """SIGTERM, SIGINT, SIGHUP and the job's time limit as a request to stop after the current step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -9,6 +7,7 @@ import time
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from types import FrameType
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,7 @@ class StopSignal:
         self.name = ""
         self.exit_code = 0
 
-    def __enter__(self) -> StopSignal:
+    def __enter__(self) -> Self:
         # Ignored signals stay ignored: nohup, and SIGINT for a background job.
         handled = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, handled)

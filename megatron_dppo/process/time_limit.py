@@ -4,11 +4,10 @@ A signal before the limit comes at a fixed time, and a step may take longer than
 the steps instead, so that a run saves in time whatever a step takes.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping
+from typing import Self
 
 from megatron_dppo.errors import ConfigError
 
@@ -31,7 +30,7 @@ class TimeLimit:
         self._has_evaluated = False
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> TimeLimit:
+    def from_environment(cls, environ: Mapping[str, str]) -> Self:
         """Return the limit that ``VARIABLE`` sets."""
         text = environ.get(VARIABLE, "")
         if not text:

@@ -14,8 +14,6 @@ Ranks that are all alive and all in the same phase do not count as hung: the pha
 collective. It uses the clocks of other machines only to order phases.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import json
@@ -28,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Self
 
 import torch.distributed as dist
 
@@ -59,7 +58,7 @@ class Heartbeat:
     host: str
 
     @classmethod
-    def current(cls, count: int) -> Heartbeat:
+    def current(cls, count: int) -> Self:
         """Return the heartbeat of this process."""
         return cls(
             count=count,

@@ -1,7 +1,5 @@
 """Wall-clock time of a step by phase, and the current phase of this process."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Console output on rank 0: one line per step, and on a terminal a live view below the lines."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 

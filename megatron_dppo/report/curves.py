@@ -1,7 +1,5 @@
 """The training curves as one PNG file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

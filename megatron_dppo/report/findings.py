@@ -1,7 +1,5 @@
 """Findings in a run's metrics, and warnings while it runs, each with the key to change."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Metrics: global reduction of (numerator, denominator) pairs, and the writer of ``metrics.jsonl``."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -18,7 +16,7 @@ from megatron_dppo.config.run import LogConfig
 from megatron_dppo.errors import ConfigError
 from megatron_dppo.files import write_synced
 from megatron_dppo.parallel.groups import ParallelGroups
-from megatron_dppo.parallel.objects import is_leader
+from megatron_dppo.parallel.objects import all_gather_objects, is_leader
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.report.sinks import open_sinks
 from megatron_dppo.types import Metric
@@ -35,12 +33,8 @@ def reduce_metrics(
     different names, or none. Those that hold copies of a peer's metrics (tensor-parallel ranks above 0) do not
     contribute. Without a group it is this rank alone.
     """
-    local_sums = _sum_locally(local) if contributes else {}
-    gathered: list[dict[str, _Pair]] = [local_sums]
     # Objects instead of tensors: ranks may have different metric names.
-    if group is not None and dist.get_world_size(group) > 1:
-        gathered = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(gathered, local_sums, group=group)
+    gathered = all_gather_objects(_sum_locally(local) if contributes else {}, group)
     total: dict[str, _Pair] = {}
     # Add in the order of ranks on every rank, so that the sums are bit-identical everywhere.
     for part in gathered:

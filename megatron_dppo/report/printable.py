@@ -1,7 +1,5 @@
 """Texts of models, data and servers as they may go to a terminal."""
 
-from __future__ import annotations
-
 _CONTROLS = [code for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"]
 _BIDI = [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 """Marks that change the direction of the text after them, so that it reads as something else."""

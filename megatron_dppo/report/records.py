@@ -1,7 +1,5 @@
 """Readers of a run's JSONL files, and the summary at the end of a run."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence

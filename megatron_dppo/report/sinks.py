@@ -1,14 +1,12 @@
 """Sinks of each step's metrics besides ``metrics.jsonl``: TensorBoard, Weights & Biases and other trackers."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_dppo.config.run import LogConfig
@@ -24,13 +22,14 @@ from megatron_dppo.report.trackers import (
 )
 
 
-class Sink(Protocol):
-    """A receiver of metrics."""
+class Sink:
+    """A receiver of metrics, here one without tables."""
 
-    shows_tables: bool
+    shows_tables = False
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add the values of one step."""
+        raise NotImplementedError
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Show a table; sinks without tables ignore it."""
@@ -39,7 +38,7 @@ class Sink(Protocol):
         """Close the sink."""
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """TensorBoard events. Events of steps after ``resumed_step`` are purged."""
 
     shows_tables = True
@@ -68,7 +67,7 @@ class TensorBoardSink:
             self._writer.close()
 
 
-class WandbSink:
+class WandbSink(Sink):
     """A run in Weights & Biases, one per folder. A resumed run continues it."""
 
     shows_tables = True
@@ -103,10 +102,8 @@ class WandbSink:
         self._run.finish()
 
 
-class TrackerSink:
+class TrackerSink(Sink):
     """A run in a tracker that ``accelerate`` supports, without tables."""
-
-    shows_tables = False
 
     def __init__(self, tracker: Any) -> None:
         self._tracker = tracker
@@ -115,15 +112,12 @@ class TrackerSink:
         """Add the values that are numbers."""
         self._tracker.log(finite_values(values), step=step)
 
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
-        """Do nothing."""
-
     def finish(self) -> None:
         """End the run."""
         self._tracker.finish()
 
 
-class ContinuedSink:
+class ContinuedSink(Sink):
     """A run in a tracker that gets each metric of a step once, also after a resume from an earlier step.
 
     No tracker takes values back. So the steps between the checkpoint and the interruption keep the values of the

@@ -7,8 +7,6 @@ Trackers cannot take values back. MLflow and Trackio draw a step twice if it is 
 the second value. TensorBoard alone purges. So a resumed run adds each metric of a step once.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """The reward ``code``: the last fenced block of a response, run against the row's tests in a sandbox."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Loading of the function that ``reward.function`` names, ready to be called in a worker process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,8 +14,7 @@ from megatron_dppo.config.reward_options import (
 from megatron_dppo.config.section import Section
 from megatron_dppo.errors import FunctionError, RewardError
 from megatron_dppo.functions import content_hash, load_function
-from megatron_dppo.functions.packages import INSTALL, installed
-from megatron_dppo.functions.packages import load as load_entry_point
+from megatron_dppo.functions.packages import load_only
 from megatron_dppo.rewards.signatures import ITEM_CONVENTION, CallConvention, RunInfo, is_async, recognize_signature
 from megatron_dppo_answers.math import math_reward, quick_math_reward
 
@@ -106,23 +103,16 @@ def _built_in(spec: FunctionSpec, options: Section) -> RewardFunction:
         from megatron_dppo.rewards.code import Code
 
         return _item_reward(Code(options, spec.table))
-    reward = _OF_TRAINER.get(spec.name) or _packaged_reward(spec, options)
+    reward = _OF_TRAINER.get(spec.name)
+    if reward is None:
+        setting = f"{spec.table}.function = {spec.name!r}"
+        reward = cast(PackagedReward, load_only(GROUP, spec.name, setting)(options))
     convention = recognize_signature(spec.name, reward.function, "megatron_dppo")
     return RewardFunction(reward.function, convention, is_async(reward.function), quick=reward.quick)
 
 
 def _item_reward(function: Callable[..., Any]) -> RewardFunction:
     return RewardFunction(function, ITEM_CONVENTION, is_async(function))
-
-
-def _packaged_reward(spec: FunctionSpec, options: Section) -> PackagedReward:
-    points = installed(GROUP)
-    if spec.name not in points:
-        raise RewardError(
-            f"{spec.table}.function = {spec.name!r} needs a package with this entry point of {GROUP}, got "
-            f"{', '.join(points) or 'none'}. Fix: {INSTALL}"
-        )
-    return cast(PackagedReward, load_entry_point(points[spec.name])(options))
 
 
 def no_reward(*, prompt: str, completion: str, label: str, metadata: Mapping[str, object]) -> float:

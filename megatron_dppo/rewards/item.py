@@ -1,7 +1,5 @@
 """Inputs and outputs of rewards: items, results, shaping, and checked reads of what a function returns."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import reprlib

@@ -1,7 +1,5 @@
 """The reward ``judge``: a chat model that grades a response; a pattern reads the score from its reply."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import re

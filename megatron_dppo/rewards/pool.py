@@ -1,7 +1,5 @@
 """The worker processes of one reward function, and the loop that several functions' processes share."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The reward ``reward_model``: SGLang or vLLM with a classification or embedding head."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime

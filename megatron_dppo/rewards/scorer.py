@@ -1,10 +1,9 @@
 """Scoring of completions by one or several functions. A reward that fails or hangs affects only its sample."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Self
 
 from megatron_dppo.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_dppo.config.reward_options import BUILT_IN_REWARDS, CodeOptions, needs_label, read_options
@@ -62,7 +61,7 @@ class RewardScorer:
         self._shaping = shaping or Shaping()
 
     @classmethod
-    def from_functions(cls, functions: Sequence[WeightedFunction], shaping: Shaping | None = None) -> RewardScorer:
+    def from_functions(cls, functions: Sequence[WeightedFunction], shaping: Shaping | None = None) -> Self:
         """Create a scorer with the weighted sum of several functions, whose processes run concurrently.
 
         The sum is over the functions that score the item's source.

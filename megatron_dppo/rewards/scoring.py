@@ -1,7 +1,5 @@
 """The worker process: it calls the user's function, which may do anything, and sends back the results."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import io
@@ -183,9 +181,10 @@ class _ChunkScorer:
 
     def score(self, items: Sequence[RewardItem]) -> str:
         """Send the outcomes, and return the error of the samples without one."""
+        retry = self.stop_signals.retry_if_interrupted
         if self.function.convention.is_batched:
             try:
-                outcomes = self._retried(partial(self._score_batch, items))
+                outcomes = retry(partial(self._score_batch, items), self.connection)
             except BaseException as error:
                 if len(items) > 1:
                     return error_text(error, self.function.function)
@@ -196,11 +195,8 @@ class _ChunkScorer:
             self.runner.run(self._score_together(items))
         else:
             for index, item in enumerate(items):
-                self.connection.send(index, self._retried(partial(self._score_one, item)))
+                self.connection.send(index, retry(partial(self._score_one, item), self.connection))
         return ""
-
-    def _retried(self, score: Callable[[], _T]) -> _T:
-        return self.stop_signals.retry_if_interrupted(score, self.connection)
 
     def _call(self, items: Sequence[RewardItem]) -> Any:
         function = self.function

@@ -1,7 +1,5 @@
 """Calling conventions of slime, verl, TRL and this package, recognized by parameter names."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Output of scoring processes: passed on to the trainer's own streams, up to a number of bytes."""
 
-from __future__ import annotations
-
 import os
 import selectors
 import threading

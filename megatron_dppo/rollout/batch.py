@@ -1,7 +1,5 @@
 """Selection of the groups that a step trains on."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

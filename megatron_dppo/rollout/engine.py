@@ -1,7 +1,5 @@
 """Protocol of a rollout engine: groups go in, futures of completions come out, and no sampled token is lost."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass

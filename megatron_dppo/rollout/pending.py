@@ -1,7 +1,5 @@
 """Submitted groups, their futures, and the thread that scores them."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -15,12 +13,7 @@ from megatron_dppo.report.printable import printable
 from megatron_dppo.rewards.item import RewardItem, RewardResult
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.engine import SampledFuture
-from megatron_dppo.types import (
-    Completion,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-)
+from megatron_dppo.types import Completion, Prompt, Rollout, RolloutGroup
 
 
 class PromptSlot(NamedTuple):

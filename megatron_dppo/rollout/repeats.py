@@ -4,8 +4,6 @@ A response equals one of its earlier siblings with the sum of their probabilitie
 sums over a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Requests to a rollout engine and their seeds, as functions of the configuration, the step and the prompt."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

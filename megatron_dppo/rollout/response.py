@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.rollout.response_text import decode_response
-from megatron_dppo.types import (
-    Completion,
-    FinishReason,
-    ResponseColumns,
-    RoutingShape,
-    SamplingParams,
-    VersionSpan,
-)
+from megatron_dppo.types import Completion, FinishReason, ResponseColumns, RoutingShape, SamplingParams, VersionSpan
 from megatron_dppo.types.model_folder import Tokenizer
 from megatron_dppo.types.token_columns import (
     LOGPROBS,

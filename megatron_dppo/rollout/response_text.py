@@ -1,7 +1,5 @@
 """Text of a response: without special tokens, but with the tags that rewards and agents read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary

@@ -1,7 +1,5 @@
 """Stop strings: texts that end a response. Tokens are cut behind the one that completes the first of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

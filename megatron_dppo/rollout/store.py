@@ -1,7 +1,5 @@
 """Rollouts in a file, exact to the bit: safetensors for numbers, JSON for the structure. No pickle."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields

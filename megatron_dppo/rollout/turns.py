@@ -14,8 +14,6 @@ the recorded tokens until these are used up. A function that behaves differently
 difference, and the recorded tokens after it are dropped.
 """
 
-from __future__ import annotations
-
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -62,12 +60,12 @@ class ResponseBranch:
     def __init__(
         self, response: GrowingResponse, params: SamplingParams, tokenizer: Tokenizer, sample: SampleTokens
     ) -> None:
+        self.params = params
+        self.tokenizer = tokenizer
         self.response = response
         self.position = 0
         """Number of tokens that were sampled or added so far, without recorded ones that are yet to be replayed."""
         self.finish_reason = FinishReason.STOP
-        self._params = params
-        self._tokenizer = tokenizer
         self._sample = sample
 
     @property
@@ -78,7 +76,7 @@ class ResponseBranch:
     @property
     def tokens_left(self) -> int:
         """Number of tokens that can still be sampled or added."""
-        return self._params.max_new_tokens - self.position
+        return self.params.max_new_tokens - self.position
 
     async def sample(
         self,
@@ -86,7 +84,10 @@ class ResponseBranch:
         stop_token_ids: Sequence[int] = (),
         stop_strings: StopStrings | None = None,
     ) -> Turn:
-        """See ``Turns.sample``."""
+        """Sample until an end token, a token of ``stop_token_ids`` (it stays in the response), a string, or the limit.
+
+        An empty turn with ``length`` if no token is left; a ServerError if no server responded.
+        """
         limit = self.tokens_left if max_new_tokens is None else min(max_new_tokens, self.tokens_left)
         start = self.position
         match = None
@@ -95,7 +96,7 @@ class ResponseBranch:
         else:
             self.finish_reason, match = await self._sample_turn(start, limit, tuple(stop_token_ids), stop_strings)
         tokens = tuple(self.response.tokens[start : self.position])
-        return Turn(tokens, decode_response(self._tokenizer, tokens), self.finish_reason, match)
+        return Turn(tokens, decode_response(self.tokenizer, tokens), self.finish_reason, match)
 
     async def _sample_turn(
         self, start: int, limit: int, stop: tuple[int, ...], strings: StopStrings | None
@@ -146,8 +147,12 @@ class ResponseBranch:
         return reason, None
 
     def append(self, given: str | Sequence[int]) -> int:
-        """See ``Turns.append``."""
-        tokens = self._tokenizer.encode(given, add_special_tokens=False) if isinstance(given, str) else list(given)
+        """Add text or token ids that are not trained on, and return how many tokens fit.
+
+        Text is encoded without special tokens. Tokens beyond ``tokens_left`` are dropped, and the response then ends
+        with ``length``.
+        """
+        tokens = self.tokenizer.encode(given, add_special_tokens=False) if isinstance(given, str) else list(given)
         fitting = tokens[: self.tokens_left]
         response = self.response
         start = self.position
@@ -169,11 +174,11 @@ class ResponseBranch:
     def completion(self) -> Completion:
         """Return the sequence as a completion, without recorded tokens that were not replayed."""
         self.response.truncate(self.position)
-        return self.response.completion(self.finish_reason, self._tokenizer)
+        return self.response.completion(self.finish_reason, self.tokenizer)
 
 
-class Turns:
-    """One response in progress, as a user function sees it. Added tokens count to ``max_new_tokens``, too."""
+class Turns(ResponseBranch):
+    """One response in progress, as a user function sees it."""
 
     def __init__(
         self,
@@ -183,67 +188,35 @@ class Turns:
         tokenizer: Tokenizer,
         sample: SampleTokens,
     ) -> None:
+        super().__init__(response, params, tokenizer, sample)
         self.prompt = prompt
-        self.params = params
-        self.tokenizer = tokenizer
-        self._response = response
-        self._sample = sample
-        self._branch = self._new_branch(response)
         self._begun: set[GrowingResponse] = set()
         """Sequences that an agent has begun."""
-        self.completion: Completion | None = None
+        self.finished: Completion | None = None
         """Completion that ``finish`` returned."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Tokens of the response so far, without the prompt."""
-        return self._branch.token_ids
-
-    @property
-    def tokens_left(self) -> int:
-        """Number of tokens that can still be sampled or added."""
-        return self._branch.tokens_left
-
-    async def sample(self, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()) -> Turn:
-        """Sample until an end token, a token of ``stop_token_ids`` (it stays in the response), or the limit.
-
-        An empty turn with ``length`` if no token is left; a ServerError if no server responded.
-        """
-        return await self._branch.sample(max_new_tokens, stop_token_ids)
-
-    def append(self, given: str | Sequence[int]) -> int:
-        """Add text or token ids that are not trained on, and return how many tokens fit.
-
-        Text is encoded without special tokens. Tokens beyond ``tokens_left`` are dropped, and the response then ends
-        with ``length``.
-        """
-        return self._branch.append(given)
 
     def begin_branch(self, token_ids: Sequence[int]) -> ResponseBranch:
         """Begin a sequence of an agent's episode with tokens that are not trained on, and return it.
 
         A recorded sequence that begins with the same tokens is replayed, in whatever order they begin this time.
         """
-        recorded = [each for each in (self._response, *self._response.branches) if each not in self._begun]
+        recorded = [each for each in (self.response, *self.response.branches) if each not in self._begun]
         response = next((each for each in recorded if each.starts_with_given(token_ids)), None)
         if response is None:
-            response = next((each for each in recorded if not each.tokens), None) or self._response.add_branch()
+            response = next((each for each in recorded if not each.tokens), None) or self.response.add_branch()
         self._begun.add(response)
-        branch = self._new_branch(response)
+        branch = ResponseBranch(response, self.params, self.tokenizer, self._sample)
         branch.append(token_ids)
         return branch
 
     def dropped_tokens(self) -> dict[str, int]:
         """Return the number of sampled tokens that no begun sequence has, by reason."""
-        responses = (self._response, *self._response.branches)
+        responses = (self.response, *self.response.branches)
         not_begun = sum(each.num_sampled_tokens(0) for each in responses if each not in self._begun)
         return {
             "after_stop": sum(each.num_after_stop for each in responses),
             "not_repeated": sum(each.num_not_repeated for each in responses) + not_begun,
         }
-
-    def _new_branch(self, response: GrowingResponse) -> ResponseBranch:
-        return ResponseBranch(response, self.params, self.tokenizer, self._sample)
 
     def finish(self, reward: float | None = None, **fields: object) -> Completion:
         """Return the response, with other fields of ``Completion``. Without a reward the reward function is called.
@@ -251,14 +224,14 @@ class Turns:
         Raises:
             ValueError, TypeError: Nothing was sampled, or the reward is no finite float32.
         """
-        return self.finish_with(self._branch.completion(), reward, **fields)
+        return self.finish_with(self.completion(), reward, **fields)
 
     def finish_with(self, completion: Completion, reward: float | None, **fields: object) -> Completion:
         """Return a response that was put together from branches; the other arguments are those of ``finish``."""
         reward = None if reward is None else check_reward(reward)
         changes: dict[str, Any] = fields
-        self.completion = replace(completion, reward=reward, **changes)
-        return self.completion
+        self.finished = replace(completion, reward=reward, **changes)
+        return self.finished
 
 
 def check_reward(value: object) -> float:
@@ -322,7 +295,7 @@ async def run_user_function(
             f"{name} failed on prompt {prompt.prompt_id}: {type(error).__name__}: {error} "
             f"({frame.filename}, line {frame.lineno})"
         ) from error
-    if result is not turns.completion or result is None:
+    if result is not turns.finished or result is None:
         raise GenerateError(f"{name} returned {result!r:.200}; expected the result of turns.finish()")
     # A function that catches every exception may return a completion of a response that was canceled.
     return None if was_canceled else result

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.advantages.agents import agent_advantages
 from megatron_dppo.advantages.group_relative import reward_scales
-from megatron_dppo.advantages.groups import compute_group_advantages, group_rewards, is_scored
+from megatron_dppo.advantages.groups import agent_advantages, compute_group_advantages, group_rewards, is_scored
 from megatron_dppo.advantages.returns import Moments, returns_to_go
 from megatron_dppo.config.distillation import DistillationConfig
 from megatron_dppo.config.reward import RewardConfig

@@ -1,7 +1,5 @@
 """Inputs and outputs of losses, and the result of an optimizer update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple

@@ -3,8 +3,6 @@
 They declare what the trainer uses, because transformers takes seconds to import, and many packages must not import it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import Field
 from typing import Any, ClassVar, Protocol

@@ -1,7 +1,5 @@
 """The type of a record that was read back from a file of a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 StoredRecord = dict[str, Any]

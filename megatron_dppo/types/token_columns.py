@@ -9,8 +9,6 @@ A checkpoint of unfinished groups stores the response's fields directly (``rollo
 token is not a column, because its spans cover runs of tokens (``VersionSpan``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -55,13 +53,13 @@ class TokenColumn:
     """Field of a training sample and of packed rows. None: training does not read the column."""
     record: str | None = None
     """Column of a recorded step. None: not recorded."""
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None = torch.float32
     """Dtype of the rows. None: the dtype of the model's ``RoutingShape``."""
     row: tuple[str, ...] = ()
     """Dimensions of one token's row, for error messages. Empty for a plain number."""
-    alignment: Alignment
+    alignment: Alignment = Alignment.LABELS
     """Tokens that the rows belong to."""
-    fill: float | Mapping[torch.dtype, int]
+    fill: float | Mapping[torch.dtype, int] = 0
     """Value on padding and on tokens that were not sampled; a mapping if it depends on the dtype."""
     requested_row_shape: Callable[[SamplingParams], tuple[int, ...] | None] | None = None
     """Function that returns the shape of a row if the parameters request the column, else None. Without a function the
@@ -312,27 +310,13 @@ class RoutesColumn(TokenColumn):
         return torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype)).view(*shape)
 
 
-TOKEN_IDS = TokenColumn(
-    response="token_ids",
-    record="response_ids",
-    dtype=torch.int32,
-    alignment=Alignment.RESPONSE,
-    fill=0,
-)
-LOGPROBS = TokenColumn(
-    response="logprobs",
-    name="rollout_logprobs",
-    record="rollout_logprobs",
-    dtype=torch.float32,
-    alignment=Alignment.LABELS,
-    fill=0.0,
-)
+TOKEN_IDS = TokenColumn(response="token_ids", record="response_ids", dtype=torch.int32, alignment=Alignment.RESPONSE)
+LOGPROBS = TokenColumn(response="logprobs", name="rollout_logprobs", record="rollout_logprobs")
 SAMPLED = TokenColumn(
     response="loss_mask",
     name="loss_mask",
     record="sampled",
     dtype=torch.bool,
-    alignment=Alignment.LABELS,
     fill=False,
     is_optional=False,
 )
@@ -358,10 +342,8 @@ TOPK_LOGPROBS = TokenColumn(
     response="topk_logprobs",
     name="rollout_topk_logprobs",
     record="topk_logprobs",
-    dtype=torch.float32,
     row=("K+1",),
     alignment=Alignment.RESPONSE,
-    fill=0.0,
     requested_row_shape=_slots,
     is_loss_only=True,
 )
@@ -371,7 +353,6 @@ SAMPLING_MASK = SamplingMaskColumn(
     record="kept",
     dtype=torch.int32,
     alignment=Alignment.RESPONSE,
-    fill=0,
     # An empty shape: the row of a token is one set of ids, however many.
     requested_row_shape=lambda params: () if params.return_sampling_mask else None,
     is_loss_only=True,
@@ -385,13 +366,7 @@ ROUTES = RoutesColumn(
     alignment=Alignment.INPUTS,
     fill=MISSING_EXPERT,
 )
-PAST_REWARDS = TokenColumn(
-    response="past_rewards",
-    record="past_rewards",
-    dtype=torch.float32,
-    alignment=Alignment.LABELS,
-    fill=0.0,
-)
+PAST_REWARDS = TokenColumn(response="past_rewards", record="past_rewards")
 TOKEN_COLUMNS: list[TokenColumn] = [
     TOKEN_IDS,
     LOGPROBS,
@@ -402,14 +377,14 @@ TOKEN_COLUMNS: list[TokenColumn] = [
     SAMPLING_MASK,
     ROUTES,
     # The trainer computes the columns below.
-    TokenColumn(name="tokens", dtype=torch.int64, alignment=Alignment.LABELS, fill=0, is_optional=False),
-    TokenColumn(name="labels", dtype=torch.int64, alignment=Alignment.LABELS, fill=0, is_optional=False),
-    TokenColumn(name="advantages", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0, is_optional=False),
-    TokenColumn(name="recomputed_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
-    TokenColumn(name="reference_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
-    TokenColumn(name="ages", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0),
+    TokenColumn(name="tokens", dtype=torch.int64, is_optional=False),
+    TokenColumn(name="labels", dtype=torch.int64, is_optional=False),
+    TokenColumn(name="advantages", is_optional=False),
+    TokenColumn(name="recomputed_logprobs"),
+    TokenColumn(name="reference_logprobs"),
+    TokenColumn(name="ages"),
     # The advantages contain the teacher's part before samples are packed.
-    TokenColumn(name="teacher_logprobs", dtype=torch.float32, alignment=Alignment.LABELS, fill=0.0, is_packed=False),
+    TokenColumn(name="teacher_logprobs", is_packed=False),
 ]
 """All columns, in the order of the Parquet files."""
 

@@ -6,8 +6,6 @@ mean of |log p - log q|. And one token that went to another expert dominates thi
 log-odds shows both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """One update of several inference servers, some of which may fail."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ which are held until then, and all results are read at once. On a CPU none is he
 except for a layer's experts (``PartsDigest``).
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator

@@ -12,8 +12,6 @@ A server whose tensors all have unknown forms (quantized by itself, expert paral
 all tensors together.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

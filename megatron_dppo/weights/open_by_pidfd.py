@@ -1,7 +1,5 @@
 """Probe of pidfd_getfd, by which servers open memory of expandable segments."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

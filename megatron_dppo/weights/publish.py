@@ -60,15 +60,15 @@ async def _release(server: InferenceServer) -> None:
     await server.release_memory()
 
 
-class Publisher(Protocol):
-    """Publishes the policy's current weights to the engine that samples."""
+class Publisher:
+    """Publisher of the policy's current weights to the engine that samples, here to one without servers."""
 
-    @property
-    def probed(self) -> Mapping[str, float]:
-        """Mean |p - q| of each server's last probe, by URL, on every rank; empty without servers."""
+    probed: Mapping[str, float] = {}
+    """Mean |p - q| of each server's last probe, by URL, on every rank; empty without servers."""
 
     def publish(self) -> list[str]:
         """Publish the current version to the engine and return notes for the user. A collective."""
+        raise NotImplementedError
 
     def exclude(self, servers: Mapping[str, str]) -> None:
         """Use servers no more in this run, on every rank. ``servers`` has the reason by URL."""
@@ -77,20 +77,7 @@ class Publisher(Protocol):
         """Free all resources."""
 
 
-class _WithoutServers:
-    """Parts of a publisher for an engine without servers."""
-
-    probed: Mapping[str, float] = {}
-    """See ``Publisher``."""
-
-    def exclude(self, servers: Mapping[str, str]) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class LocalPublisher(_WithoutServers):
+class LocalPublisher(Publisher):
     """Publisher for an engine in this process; the engine is None on ranks that have none."""
 
     def __init__(self, trainer: PolicyTrainer, engine: LocalEngine | None) -> None:
@@ -111,7 +98,7 @@ class _VersionedEngine(Protocol):
     policy_version: int
 
 
-class BatchInvariantPublisher(_WithoutServers):
+class BatchInvariantPublisher(Publisher):
     """Publisher for an engine that samples with the trainer's own model: only the version is passed on."""
 
     def __init__(self, trainer: PolicyTrainer, engine: _VersionedEngine) -> None:
@@ -144,7 +131,7 @@ def _with_urls(texts: dict[str, str]) -> list[str]:
     return [text if url in text else f"{url}: {text}" for url, text in texts.items()]
 
 
-class ServerPublisher:
+class ServerPublisher(Publisher):
     """Publisher for inference servers. Rank 0 sends; all ranks gather the weights and compute the probe.
 
     A server that fails in a sync gets the weights again, up to ``attempts`` times, while the synced servers are left

@@ -1,7 +1,5 @@
 """Assignment of trainer ranks to the servers that read their memory (``rollout.weight_sync.method = "ipc"``)."""
 
-from __future__ import annotations
-
 import os
 import platform as machine
 import socket

@@ -4,8 +4,6 @@ One call of ``WeightSync.send`` is one attempt. It never leaves a server that ge
 server that fails in between stays paused or reports version -1, and is not part of the result.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
@@ -26,7 +24,7 @@ from megatron_dppo.weights.attempt import Attempt, SyncResult
 from megatron_dppo.weights.ipc import HandleTransfer, MemorySharing, SharedStream, cast_for_sending
 from megatron_dppo.weights.proof import SyncProof, WeightProofs, read_num_kv_heads
 from megatron_dppo.weights.transfer import BroadcastTransfer
-from megatron_dppo.weights.transfer_group import GroupTransport, TorchTransport
+from megatron_dppo.weights.transfer_group import TorchTransport
 from megatron_dppo_engines.server import InferenceServer, ServerInfo
 
 T = TypeVar("T")
@@ -61,7 +59,7 @@ class WeightSync:
         dtype: torch.dtype,
         device: torch.device,
         tied: bool = False,
-        transport: GroupTransport | None = None,
+        transport: TorchTransport | None = None,
         sharing: MemorySharing | None = None,
         adapter: Mapping[str, object] | None = None,
         quantization: Quantization | None = None,

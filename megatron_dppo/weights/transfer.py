@@ -4,12 +4,10 @@ Rank 0 holds at most two buckets: the one in flight and the one that is gathered
 each other, since an engine must open its receives in the order of the broadcasts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,8 +17,8 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import Weights
 from megatron_dppo.weights.attempt import Attempt, catch_server_error
 from megatron_dppo.weights.transfer_group import (
-    GroupTransport,
     TensorBucket,
+    TorchTransport,
     describe_tensors,
     flatten_bucket,
     sort_widest_first,
@@ -46,7 +44,7 @@ class Buckets:
         self._first: tuple[str, Tensor] | None = None
         """Tensor that did not fit into the previous bucket."""
 
-    def __aiter__(self) -> Buckets:
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Tensors:
@@ -87,7 +85,7 @@ class BroadcastTransfer:
         servers: Sequence[InferenceServer],
         config: WeightSyncConfig,
         device: torch.device,
-        transport: GroupTransport,
+        transport: TorchTransport,
     ) -> None:
         self._servers = servers
         self._config = config

@@ -1,13 +1,11 @@
 """Trainer side of a weight broadcast to inference servers, which are other programs with their own torch."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -132,34 +130,18 @@ def close_transfer_group(group: ProcessGroup) -> None:
     dist.destroy_process_group(group)
 
 
-class GroupTransport(Protocol):
-    """Transport of buckets from rank 0 to servers in one group."""
-
-    def listen(self, host: str) -> tuple[Any, int]:
-        """Listen on a free port of ``host``, else an OSError; return the listener and the port."""
-
-    async def open(self, listener: Any, *, name: str, world_size: int, backend: str, timeout: float) -> Any:
-        """Return the group when all members have joined; a RuntimeError if one did not in time."""
-
-    async def broadcast(self, bucket: TensorBucket, group: Any) -> None:
-        """Send a bucket to all members; a RuntimeError if the group is broken."""
-
-    def close(self, group: Any) -> None:
-        """Leave the group; a broadcast in flight fails."""
-
-
 class TorchTransport:
-    """Torch process group. Its calls block, so each one runs in a thread."""
+    """Transport of buckets from rank 0 to servers in one group of torch. Its calls block, so each runs in a thread."""
 
     def listen(self, host: str) -> tuple[socket.socket, int]:
-        """See ``GroupTransport``. The socket reserves the port until the store takes it over."""
+        """Listen on a free port of ``host``, else an OSError; return the socket, which reserves it, and the port."""
         listener = listen(host)
         return listener, int(listener.getsockname()[1])
 
     async def open(
         self, listener: socket.socket, *, name: str, world_size: int, backend: str, timeout: float
     ) -> ProcessGroup:
-        """See ``GroupTransport``."""
+        """Return the group when all members have joined; a RuntimeError if one did not in time."""
         host, port = listener.getsockname()[:2]
         return await asyncio.to_thread(
             open_transfer_group,
@@ -174,9 +156,9 @@ class TorchTransport:
         )
 
     async def broadcast(self, bucket: TensorBucket, group: ProcessGroup) -> None:
-        """See ``GroupTransport``."""
+        """Send a bucket to all members; a RuntimeError if the group is broken."""
         await asyncio.to_thread(broadcast_bucket, bucket, group, sending_stream(bucket.data))
 
     def close(self, group: ProcessGroup) -> None:
-        """See ``GroupTransport``."""
+        """Leave the group; a broadcast in flight fails."""
         close_transfer_group(group)

@@ -1,7 +1,5 @@
 """Verdict of the probe: a server's response compared with what the trainer computes for the same tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

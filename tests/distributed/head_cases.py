@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.config.loss import LossConfig
-from megatron_dppo.head.stats import HeadStatistics, loss_inputs
+from megatron_dppo.head.stats import loss_inputs
+from megatron_dppo.head.vocab_topk import HeadStatistics
 from megatron_dppo.losses import policy_objective
 from megatron_dppo.types import LossInputs, LossNeeds, SamplingMask, TokenTargets
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from megatron_dppo.head import loss as fused_head_loss
 from megatron_dppo.head.loss import dppo_head_loss
 from megatron_dppo.head.row_plan import RowPlan
-from megatron_dppo.head.stats import HeadStatistics, vocab_parallel_head_stats
+from megatron_dppo.head.stats import vocab_parallel_head_stats
+from megatron_dppo.head.vocab_topk import HeadStatistics
 from megatron_dppo.losses import policy_loss, predictive_sums, topk_sums
 from megatron_dppo.types import LossNeeds, LossOutput, SamplingMask, SlotSums
 from tests.distributed.collectives import recorded_collectives

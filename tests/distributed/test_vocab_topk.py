@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from torch import Tensor
 
-from megatron_dppo.head.vocab_topk import VocabStatistics, vocab_parallel_statistics, vocab_parallel_topk
+from megatron_dppo.head.vocab_topk import HeadStatistics, vocab_parallel_statistics, vocab_parallel_topk
 from megatron_dppo.losses import binary_kl, binary_tv, topk_kl, topk_tv
 from tests.distributed.collectives import recorded_collectives
 from tests.distributed.spawn import run_distributed
@@ -37,7 +37,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-6}
 GRAD_TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 
-def statistics(problem: Problem, group: dist.ProcessGroup | None, logits: Tensor | None = None) -> VocabStatistics:
+def statistics(problem: Problem, group: dist.ProcessGroup | None, logits: Tensor | None = None) -> HeadStatistics:
     return vocab_parallel_statistics(
         shard_of(problem.logits, group) if logits is None else logits,
         problem.labels,
@@ -282,7 +282,7 @@ def test_bad_arguments_are_named() -> None:
     logits, labels = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
     ids, valid = torch.tensor([[0, 1, 2], [5, 3, 5]]), torch.ones(2, 3, dtype=torch.bool)
 
-    def call(ids: Tensor | None, valid: Tensor | None) -> VocabStatistics:
+    def call(ids: Tensor | None, valid: Tensor | None) -> HeadStatistics:
         return vocab_parallel_statistics(logits, labels, group=None, vocab_size=7, ids=ids, ids_valid=valid)
 
     with pytest.raises(ValueError, match="row 1, slots 0 and 2"):

@@ -1,9 +1,8 @@
 """Split of a batch of the local engine by the memory that its largest tensors need."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from megatron_dppo.hf.families import get_family
 from megatron_dppo.hf.folder import model_shape
@@ -28,7 +27,7 @@ class BatchMemory:
     """Values per token of the widest layer."""
 
     @classmethod
-    def from_config(cls, hf_config: HfConfig) -> BatchMemory:
+    def from_config(cls, hf_config: HfConfig) -> Self:
         """Return the sizes of a model as transformers computes it."""
         shape = model_shape(hf_config)
         fields = get_family(hf_config).fields(hf_config, shape)

@@ -3,11 +3,9 @@
 Repeated prompts are read once, and finished rows leave the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -45,7 +43,7 @@ class Decoded:
     on_request: Mapping[str, Tensor] = field(default_factory=dict)
     """Columns on request, fp32 [B, steps] each, by their field of a response."""
 
-    def cpu(self) -> Decoded:
+    def cpu(self) -> Self:
         """Return a copy in host memory."""
         moved: dict[str, Any] = {n: v.cpu() for n, v in vars(self).items() if isinstance(v, Tensor)}
         if self.prompt_routes is not None:

@@ -1,7 +1,5 @@
 """Many runs of a user function in lockstep: their turns are decoded together, round by round."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Interface of deliberate differences between the local engine and the policy; an installed package has them."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

@@ -1,7 +1,5 @@
 """Command line and environment of each inference server of a configuration."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

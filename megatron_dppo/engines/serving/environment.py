@@ -1,7 +1,5 @@
 """Environment variables of trainer ranks and servers: which both must share, and which only ranks get."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 

@@ -4,8 +4,6 @@ SGLang answers health checks on every node. With vLLM only node 0 listens; the o
 (vllm/entrypoints/cli/serve.py, 0.32), whose workers are ready when node 0 is healthy.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

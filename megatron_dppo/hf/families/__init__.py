@@ -2,8 +2,6 @@
 
 # mypy: implicit-reexport
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from importlib import import_module
 from pkgutil import iter_modules

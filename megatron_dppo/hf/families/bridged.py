@@ -4,8 +4,6 @@
 refused here: what a key means is decided by Megatron Bridge.
 """
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 from megatron_dppo.config.layout import ModelShape

@@ -4,8 +4,6 @@ The norms of the latents use the model's ``rms_norm_eps``, as in Megatron, SGLan
 (``build_hf_model``). transformers uses 1e-6 there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -22,7 +20,7 @@ from megatron_dppo.hf.families.family import (
     rope_parameters,
     yarn_fields,
 )
-from megatron_dppo.hf.families.rules import DENSE_MLP, H, M, Rule
+from megatron_dppo.hf.families.rules import H, M, Rule
 from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, SIGMOID_KEYS, SIGMOID_TINY, sigmoid_fields, sigmoid_shape
 from megatron_dppo.types.model_folder import HfConfig
 
@@ -170,7 +168,6 @@ _family = partial(
     fields=_fields,
     rope=_rope,
     attention=_attention,
-    dense=DENSE_MLP,
     experts=SIGMOID_EXPERTS,
     other_keys=(*SIGMOID_KEYS, "first_k_dense_replace", "qk_head_dim"),
     served_keys=_served_keys,

@@ -1,7 +1,5 @@
 """Definition of a model family, and the parts that families share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +8,7 @@ from typing import Any, NoReturn
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.errors import CheckpointError
 from megatron_dppo.hf.families.fused_experts import CHUNKED, FusedExperts
-from megatron_dppo.hf.families.rules import EXPERTS, Rule
+from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, Rule, grouped_attention
 from megatron_dppo.types.model_folder import HfConfig
 
 
@@ -77,9 +75,9 @@ class Family:
     """Returns the sizes from config.json. Raises CheckpointError for unsupported features."""
     fields: Callable[[HfConfig, ModelShape], MegatronFields]
     """Returns the family's TransformerConfig fields, beyond those of every family."""
-    rope: Callable[[HfConfig], Rope]
-    attention: Callable[[ModelShape], tuple[Rule, ...]]
-    dense: tuple[Rule, ...]
+    rope: Callable[[HfConfig], Rope] = lambda hf_config: default_rope(hf_config)
+    attention: Callable[[ModelShape], tuple[Rule, ...]] = grouped_attention
+    dense: tuple[Rule, ...] = DENSE_MLP
     """Rules of the MLP in a layer without experts."""
     experts: tuple[Rule, ...] = EXPERTS
     """Rules of the MLP in a layer with experts."""

@@ -4,8 +4,6 @@ transformers keeps experts so in memory, and some published folders on disk. Eve
 its expert (``mlp.experts.3.up_proj.weight``) and the shape ``[out, in]``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,12 +1,9 @@
 """GLM-4.5 and GLM-4.5-Air: sigmoid routers, shared experts, partial rotary embedding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
 from megatron_dppo.hf.families.family import Family, Published, grouped_fields, partial_rope
-from megatron_dppo.hf.families.rules import DENSE_MLP, grouped_attention
 from megatron_dppo.hf.families.sigmoid import SIGMOID_EXPERTS, SIGMOID_KEYS, SIGMOID_TINY, sigmoid_fields, sigmoid_shape
 from megatron_dppo.types.model_folder import HfConfig
 
@@ -51,8 +48,6 @@ FAMILIES = (
         shape=_shape,
         fields=_fields,
         rope=partial_rope,
-        attention=grouped_attention,
-        dense=DENSE_MLP,
         experts=SIGMOID_EXPERTS,
         other_keys=SIGMOID_KEYS,
     ),

@@ -1,7 +1,5 @@
 """Models gpt-oss: attention sinks, windows in every other layer, biases everywhere, a clamped SwiGLU, YaRN."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
@@ -22,16 +20,7 @@ from megatron_dppo.hf.families.family import (
     yarn_fields,
 )
 from megatron_dppo.hf.families.fused_experts import INTERLEAVED
-from megatron_dppo.hf.families.rules import (
-    DENSE_MLP,
-    GROUPED_ATTENTION,
-    QKV_BIAS,
-    H,
-    M,
-    Rule,
-    gated,
-    gated_bias,
-)
+from megatron_dppo.hf.families.rules import GROUPED_ATTENTION, QKV_BIAS, H, M, Rule, gated, gated_bias
 from megatron_dppo.types.model_folder import HfConfig
 
 _A, _S = M + "self_attention.", H + "self_attn."
@@ -140,7 +129,6 @@ FAMILIES = (
         # vLLM has this number in its code.
         served_keys=lambda values: {"swiglu_limit": 7.0},
         attention=lambda shape: _ATTENTION,
-        dense=DENSE_MLP,
         experts=_EXPERTS,
         fused_experts=INTERLEAVED,
     ),

@@ -1,7 +1,5 @@
 """Llama 2 and 3, and Mistral."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from megatron_dppo.config.layout import ModelShape
@@ -19,7 +17,6 @@ from megatron_dppo.hf.families.family import (
     rope_parameters,
     window_layers,
 )
-from megatron_dppo.hf.families.rules import DENSE_MLP, grouped_attention
 from megatron_dppo.types.model_folder import HfConfig
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -48,7 +45,7 @@ def _rope(hf_config: HfConfig) -> Rope:
     return Rope(parameters["rope_theta"], llama3_factor=rope_number(hf_config, parameters, "factor"))
 
 
-_family = partial(Family, fields=grouped_fields, attention=grouped_attention, dense=DENSE_MLP)
+_family = partial(Family, fields=grouped_fields)
 FAMILIES = (
     _family(
         model_type="llama",
@@ -75,7 +72,6 @@ FAMILIES = (
         model_type="mistral",
         hf_class="MistralForCausalLM",
         shape=_mistral_shape,
-        rope=default_rope,
         models="Mistral 7B v0.1 to v0.3",
         features="a sliding window in every layer (v0.1)",
         tiny={"head_dim": 16, "sliding_window": None},

@@ -1,7 +1,5 @@
 """MiniMax-M2: sigmoid routers with a bias, OLMoE's norms over all heads, Mixtral's names, half of a head rotated."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +15,7 @@ from megatron_dppo.hf.families.family import (
     require_values,
 )
 from megatron_dppo.hf.families.mixtral import MIXTRAL_EXPERTS, MIXTRAL_NAMES
-from megatron_dppo.hf.families.rules import DENSE_MLP, H, M, Rule, grouped_attention
+from megatron_dppo.hf.families.rules import H, M, Rule
 from megatron_dppo.hf.families.sigmoid import SIGMOID_ROUTERS, require_two_experts
 from megatron_dppo.types.model_folder import HfConfig
 
@@ -84,8 +82,6 @@ FAMILIES = (
             *("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
         ),
         served_keys=_served_keys,
-        attention=grouped_attention,
-        dense=DENSE_MLP,
         experts=(*MIXTRAL_EXPERTS, _BIAS),
         disk_names=MIXTRAL_NAMES,
     ),

@@ -1,7 +1,5 @@
 """Mixtral: Mistral's attention, and experts with names of their own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +8,12 @@ from megatron_dppo.hf.families.family import (
     Family,
     Published,
     common_shape,
-    default_rope,
     expert_fields,
     grouped_fields,
     require_values,
     window_layers,
 )
-from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, grouped_attention, rename
+from megatron_dppo.hf.families.rules import EXPERTS, rename
 from megatron_dppo.types.model_folder import HfConfig
 
 MIXTRAL_NAMES = (
@@ -60,9 +57,6 @@ FAMILIES = (
         ),
         shape=_shape,
         fields=_fields,
-        rope=default_rope,
-        attention=grouped_attention,
-        dense=DENSE_MLP,
         experts=MIXTRAL_EXPERTS,
         disk_names=MIXTRAL_NAMES,
     ),

@@ -1,7 +1,5 @@
 """OLMoE: norms over all heads of queries and keys, and routers whose weights add up to less than 1."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_dppo.config.layout import ModelShape
@@ -9,14 +7,12 @@ from megatron_dppo.hf.families.family import (
     Family,
     Published,
     common_shape,
-    default_rope,
     expert_fields,
     grouped_fields,
     head_dim,
     raise_unsupported,
     require_values,
 )
-from megatron_dppo.hf.families.rules import DENSE_MLP, grouped_attention
 from megatron_dppo.types.model_folder import HfConfig
 
 
@@ -45,10 +41,7 @@ FAMILIES = (
         published=(Published("OLMoE-1B-7B", {"intermediate_size": 1024}, 6.92, (6.9, 1.3)),),
         shape=_shape,
         fields=_fields,
-        rope=default_rope,
         # Servers have this number in their code.
         served_keys=lambda values: {"rms_norm_eps": 1e-5},
-        attention=grouped_attention,
-        dense=DENSE_MLP,
     ),
 )

@@ -1,7 +1,5 @@
 """Qwen2, Qwen2-MoE, Qwen3 and Qwen3-MoE."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -11,12 +9,11 @@ from megatron_dppo.hf.families.family import (
     Family,
     Published,
     common_shape,
-    default_rope,
     expert_fields,
     grouped_fields,
     require_values,
 )
-from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, H, M, Rule, gated, grouped_attention
+from megatron_dppo.hf.families.rules import EXPERTS, H, M, Rule, gated
 from megatron_dppo.types.model_folder import HfConfig
 
 SHARED_EXPERT = (
@@ -115,9 +112,6 @@ _QWEN2_57B = dict(
 _family = partial(
     Family,
     fields=_fields,
-    rope=default_rope,
-    attention=grouped_attention,
-    dense=DENSE_MLP,
     other_keys=("qkv_bias", "use_qk_norm", "use_mrope", "shared_expert_intermediate_size"),
 )
 FAMILIES = (

@@ -1,7 +1,5 @@
 """Qwen3-Next and the text model of Qwen3.5-MoE: gated delta nets, with gated full attention in every fourth layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +19,7 @@ from megatron_dppo.hf.families.family import (
     require_values,
 )
 from megatron_dppo.hf.families.qwen import SHARED_EXPERT
-from megatron_dppo.hf.families.rules import DENSE_MLP, EXPERTS, QK_NORM, H, Join, M, Rule, Split, concatenate
+from megatron_dppo.hf.families.rules import EXPERTS, QK_NORM, H, Join, M, Rule, Split, concatenate
 from megatron_dppo.types.model_folder import HfConfig
 
 _A, _S = M + "self_attention.", H + "self_attn."
@@ -99,10 +97,6 @@ def _conv_sections(shape: ModelShape) -> tuple[int, ...]:
     return _linear(shape).sections[:3]
 
 
-def _sections_of_kinds(shape: ModelShape) -> tuple[tuple[int, ...], ...]:
-    return _conv_sections(shape), (1,), (1,), (1,)
-
-
 _ATTENTION = (
     Rule(_A + "linear_qkv.layer_norm_weight", (H + "input_layernorm.weight",)),
     Rule(_A + "linear_qkv.weight", tuple(f"{_S}{x}_proj.weight" for x in "qkv"), 0, _join_gated_qkv, _split_gated_qkv),
@@ -131,7 +125,9 @@ def _linear_rules(
 
 
 _BY_KEY_HEAD = _linear_rules(("qkvz", "ba"), _join_by_key_head, _split_by_key_head)
-_BY_KIND = _linear_rules(("qkv", "z", "b", "a"), concatenate, _split_kinds, _sections_of_kinds)
+_BY_KIND = _linear_rules(
+    ("qkv", "z", "b", "a"), concatenate, _split_kinds, lambda shape: (_conv_sections(shape), (1,), (1,), (1,))
+)
 
 
 def _linear_shape(hf_config: HfConfig) -> LinearAttentionShape:
@@ -248,7 +244,6 @@ _family = partial(
     # Sections of positions (mrope) differ for images only; text has the same position in each.
     rope=partial_rope,
     attention=lambda shape: _ATTENTION,
-    dense=DENSE_MLP,
     experts=EXPERTS + SHARED_EXPERT,
     other_keys=(
         *("attn_output_gate", "output_gate_type", "qkv_bias", "layer_scale", "dual_chunk_attention_config"),

@@ -3,8 +3,6 @@
 A rule joins the Hugging Face tensors of one Megatron parameter into the *full* Megatron tensor, and splits it again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -42,10 +40,6 @@ def _split_qkv(full: Tensor, shape: ModelShape) -> list[Tensor]:
 
 def _split_gated(full: Tensor, shape: ModelShape) -> list[Tensor]:
     return list(full.chunk(2, 0))
-
-
-def _halves(shape: ModelShape) -> tuple[int, ...]:
-    return 1, 1
 
 
 def cut_sections(tensor: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
@@ -103,7 +97,14 @@ def gated(megatron: str, hf: str) -> tuple[Rule, Rule]:
     suffix = "{expert}" if "{expert}" in hf else ""
     gate_up = tuple(f"{H}{hf}.{x}_proj.weight" for x in ("gate", "up"))
     return (
-        Rule(f"{M}{megatron}.linear_fc1.weight{suffix}", gate_up, 0, concatenate, _split_gated, sections=_halves),
+        Rule(
+            f"{M}{megatron}.linear_fc1.weight{suffix}",
+            gate_up,
+            0,
+            concatenate,
+            _split_gated,
+            sections=lambda shape: (1, 1),
+        ),
         Rule(f"{M}{megatron}.linear_fc2.weight{suffix}", (f"{H}{hf}.down_proj.weight",), shard_dim=1),
     )
 

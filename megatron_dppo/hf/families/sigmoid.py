@@ -1,7 +1,5 @@
 """MoE with sigmoid routers and a bias, shared experts, and dense first layers: GLM-4.5 and DeepSeek-V3."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

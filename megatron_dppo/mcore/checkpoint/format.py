@@ -4,8 +4,6 @@ Each rank has optimizer state of its own; data-parallel replicas share their wei
 the others receive it over the network instead of from the shared file system.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -4,8 +4,6 @@ The manifest is written last and checked before a checkpoint is read. It detects
 It does not protect against an attacker who writes files *and* manifest; ``restricted_loading`` does.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -140,27 +138,17 @@ def find_content_problem(folder: Path, expected: dict[str, FileRecord], names: S
     return f"{wrong[0]} has other content than was written (SHA-256 differs)" if wrong else ""
 
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_PLANNER = "torch.distributed.checkpoint.planner"
+_DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
-    ("collections", "OrderedDict"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    (_METADATA, "BytesStorageMetadata"),
-    (_METADATA, "ChunkStorageMetadata"),
-    (_METADATA, "Metadata"),
-    (_METADATA, "MetadataIndex"),
-    (_METADATA, "StorageMeta"),
-    (_METADATA, "TensorProperties"),
-    (_METADATA, "TensorStorageMetadata"),
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
-    (_PLANNER, "BytesIOWriteData"),
-    (_PLANNER, "SavePlan"),
-    (_PLANNER, "TensorWriteData"),
-    (_PLANNER, "WriteItem"),
-    (_PLANNER, "WriteItemType"),
+    "collections": "OrderedDict",
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    f"{_DCP}.filesystem": "_StorageInfo",
+    f"{_DCP}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+    "TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    f"{_DCP}.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
 }
+"""Module -> names of its classes and constants in a ``.metadata`` file."""
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -169,7 +157,7 @@ class MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return an allowed class."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _ALLOWED:
+        if is_dtype or name in _ALLOWED.get(module, "").split():
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's metadata")
 

@@ -4,8 +4,6 @@ A checkpoint is written to ``step_N.partial``, gets a manifest, and is renamed t
 finished. A process that dies during a save leaves older checkpoints untouched. See docs/checkpoints.md.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """Files of a run's recorded steps, such as ``rollouts/step_000010.parquet``."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

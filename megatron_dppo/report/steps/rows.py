@@ -4,8 +4,6 @@ A file contains everything that the update was computed from, so that it can be 
 token. A list has one entry per response token, including tokens that did not train.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Flat columns of a step's tokens, for statistics over many tokens."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

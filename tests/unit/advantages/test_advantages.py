@@ -12,9 +12,9 @@ from fractions import Fraction
 import pytest
 import torch
 
+from megatron_dppo.advantages.baselines import length_weighted_advantages
 from megatron_dppo.advantages.by_name import advantages_by
 from megatron_dppo.advantages.group_relative import group_relative_advantages
-from megatron_dppo.advantages.length_baseline import length_weighted_advantages
 from megatron_dppo.advantages.returns import Moments
 from megatron_dppo.config.reward import RewardConfig
 from megatron_dppo.config.train import TrainConfig

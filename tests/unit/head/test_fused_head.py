@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.head.row_plan import RowPlan, default_chunk_tokens, gradient_rows
-from megatron_dppo.head.stats import HeadStatistics, vocab_parallel_head_stats
+from megatron_dppo.head.stats import vocab_parallel_head_stats
+from megatron_dppo.head.vocab_topk import HeadStatistics
 from megatron_dppo.types import LossNeeds
 from tests.distributed.head_cases import (
     LOGPROB_BOUND,
