@@ -18,7 +18,7 @@ from pyarrow import parquet
 from megatron_dppo.commands.main import main
 from megatron_dppo.errors import DataError, DiskError
 from megatron_dppo_doctor.diagnose.dumps import DumpedSample, read_dump
-from megatron_dppo_doctor.diagnose.ledger import UNEXPLAINED, CauseScoring, Ledger, make_ledger
+from megatron_dppo_doctor.diagnose.ledger import Cause, CauseScoring, Ledger, make_ledger
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**30
 VOCABULARY = 50
@@ -241,7 +241,7 @@ def test_a_json_file_that_cannot_be_written_is_told_before_the_work(
 def test_a_write_that_fails_after_all_is_no_exit_code_of_the_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ledger = make_ledger(torch.zeros(2), [CauseScoring(UNEXPLAINED, torch.zeros(2))])
+    ledger = make_ledger(torch.zeros(2), [CauseScoring(Cause.UNEXPLAINED, torch.zeros(2))])
     target = tmp_path / "new" / "ledger.json"
     target.parent.mkdir()
 
@@ -257,4 +257,4 @@ def test_a_write_that_fails_after_all_is_no_exit_code_of_the_ledger(
 
 def test_a_ledger_is_never_made_of_numbers_that_are_none() -> None:
     with pytest.raises(ValueError, match="1 of the trainer's 2"):
-        make_ledger(torch.tensor([-1.0, NAN]), [CauseScoring(UNEXPLAINED, torch.zeros(2))])
+        make_ledger(torch.tensor([-1.0, NAN]), [CauseScoring(Cause.UNEXPLAINED, torch.zeros(2))])

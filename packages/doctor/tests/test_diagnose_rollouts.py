@@ -22,13 +22,14 @@ from megatron_dppo.errors import DataError
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
 from megatron_dppo.types import Completion, Prompt, SamplingParams
 from megatron_dppo_doctor.diagnose.dumps import read_dump
-from megatron_dppo_doctor.diagnose.foreign import DeclaredSampling, diagnose_rollouts
-from megatron_dppo_doctor.diagnose.ledger import NOT_SEPARATED, OTHER_TRAINER, ROUTER_IDS, SAMPLER, Ledger
+from megatron_dppo_doctor.diagnose.foreign import diagnose_rollouts
+from megatron_dppo_doctor.diagnose.ledger import Cause, Ledger
 from megatron_dppo_lab.perturbation import Perturbation
 
 MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
 CONFIG, TOKENIZER = read_hf_config(MODEL), load_tokenizer(MODEL)
 POLICY = build_hf_model(CONFIG, torch.float32, seed=1)
+PLAIN = SamplingParams(max_new_tokens=1)
 PROMPTS = [
     Prompt(prompt_id=t, text=t, token_ids=tuple(TOKENIZER(t).input_ids), label="")
     for t in ("7+8-3=", "1+1-2=", "9-9=")
@@ -111,24 +112,24 @@ def test_every_format_gives_the_same_samples_and_an_honest_engine_differs_by_rou
         for dumped, prompt, completion in zip(read, PROMPTS, completions, strict=True):
             assert dumped.sample.tokens.tolist() == [*prompt.token_ids, *completion.token_ids.tolist()][:-1]
             assert dumped.sample.loss_mask.sum() == len(completion.token_ids)
-        ledger = diagnose_rollouts(file, str(folder), DeclaredSampling(), None)
+        ledger = diagnose_rollouts(file, str(folder), PLAIN, None)
         assert ledger.total < 1e-5 and ledger.tokens == sum(len(c.token_ids) for c in completions)
-        assert SAMPLER in ledger.absent and "bf16 copy" in ledger.notes[-1]
-    assert ROUTER_IDS not in diagnose_rollouts(files[0], str(folder), DeclaredSampling(), None).absent
+        assert Cause.SAMPLER in ledger.absent and "bf16 copy" in ledger.notes[-1]
+    assert Cause.ROUTER_IDS not in diagnose_rollouts(files[0], str(folder), PLAIN, None).absent
 
 
 def test_raw_numbers_of_a_tempered_engine_are_the_samplers(folder: Path, tmp_path: Path) -> None:
     raw = sampled()  # sampled and reported at temperature 1, while training is said to divide by .6
     file = write_slime(tmp_path / "raw.pt", raw)
-    ledger = diagnose_rollouts(file, str(folder), DeclaredSampling(temperature=0.6), None)
-    assert parts(ledger)[SAMPLER] == pytest.approx(1, abs=1e-3) and ledger.total > 0.01
+    ledger = diagnose_rollouts(file, str(folder), SamplingParams(max_new_tokens=1, temperature=0.6), None)
+    assert parts(ledger)[Cause.SAMPLER] == pytest.approx(1, abs=1e-3) and ledger.total > 0.01
     assert any("temperature 1 (raw)" in note for note in ledger.notes)
 
 
 def test_numbers_over_what_a_filter_left_are_the_samplers(folder: Path, tmp_path: Path) -> None:
     file = write_slime(tmp_path / "cut.pt", sampled(top_p=0.7, return_sampling_mask=True))
-    ledger = diagnose_rollouts(file, str(folder), DeclaredSampling(top_p=0.7), None)
-    assert parts(ledger)[SAMPLER] == pytest.approx(1, abs=1e-2) and ledger.signed < -0.01
+    ledger = diagnose_rollouts(file, str(folder), SamplingParams(max_new_tokens=1, top_p=0.7), None)
+    assert parts(ledger)[Cause.SAMPLER] == pytest.approx(1, abs=1e-2) and ledger.signed < -0.01
 
 
 def test_sets_in_the_dump_are_those_of_training(folder: Path, tmp_path: Path) -> None:
@@ -140,17 +141,17 @@ def test_sets_in_the_dump_are_those_of_training(folder: Path, tmp_path: Path) ->
         sets = {"rollout_top_p_token_ids": completion.sampling_mask.ids, "rollout_top_p_token_offsets": offsets}
         samples.append(slime(completion, prompt) | sets)
     torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "sets.pt")
-    ledger = diagnose_rollouts(tmp_path / "sets.pt", str(folder), DeclaredSampling(), None)
-    assert ledger.total < 1e-5 and SAMPLER in ledger.absent
+    ledger = diagnose_rollouts(tmp_path / "sets.pt", str(folder), PLAIN, None)
+    assert ledger.total < 1e-5 and Cause.SAMPLER in ledger.absent
 
 
 def test_experts_of_a_noisy_router_are_counted_under_the_ids_and_their_weights_are_not_guessed(
     folder: Path, tmp_path: Path
 ) -> None:
     file = write_slime(tmp_path / "noise.pt", sampled(Perturbation(router_noise=1.0)))
-    ledger = diagnose_rollouts(file, str(folder), DeclaredSampling(), None)
+    ledger = diagnose_rollouts(file, str(folder), PLAIN, None)
     result = parts(ledger)
-    assert result[ROUTER_IDS] > 0.2 and set(result) == {ROUTER_IDS, NOT_SEPARATED}
+    assert result[Cause.ROUTER_IDS] > 0.2 and set(result) == {Cause.ROUTER_IDS, Cause.NOT_SEPARATED}
     assert "not separable" in ledger.absent["router weights"] and ledger.closes is None
 
 
@@ -161,8 +162,10 @@ def test_numbers_of_their_trainer_are_compared_where_the_dump_has_them(folder: P
         for row in rows(completions, ("prompts", "responses", "rollout_log_probs"))
     ]
     (tmp_path / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in moved))
-    ledger = diagnose_rollouts(tmp_path / "verl.jsonl", str(folder), DeclaredSampling(), None)
-    assert parts(ledger)[OTHER_TRAINER] == pytest.approx(1, abs=1e-3) and ledger.signed == pytest.approx(-0.5, abs=1e-4)
+    ledger = diagnose_rollouts(tmp_path / "verl.jsonl", str(folder), PLAIN, None)
+    assert parts(ledger)[Cause.OTHER_TRAINER] == pytest.approx(1, abs=1e-3) and ledger.signed == pytest.approx(
+        -0.5, abs=1e-4
+    )
 
 
 def test_tokens_without_a_loss_are_left_out(tmp_path: Path) -> None:
@@ -239,7 +242,7 @@ def test_weights_that_compute_no_numbers_are_told(folder: Path, tmp_path: Path) 
     save_file(weights, broken / "model.safetensors")
     (tmp_path / "ok.jsonl").write_text('{"prompts": [1, 2], "responses": [3, 4], "rollout_log_probs": [-1, -2]}\n')
     with pytest.raises(DataError, match=r"not finite.*--model"):
-        diagnose_rollouts(tmp_path / "ok.jsonl", str(broken), DeclaredSampling(), None)
+        diagnose_rollouts(tmp_path / "ok.jsonl", str(broken), PLAIN, None)
 
 
 @pytest.mark.parametrize(

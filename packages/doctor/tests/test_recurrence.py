@@ -12,7 +12,7 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import build_hf_model, model_shape, stream_model
 from megatron_dppo.setup.inputs import family_problems
 from megatron_dppo.types import Prompt, SamplingParams, TrainingSample
-from megatron_dppo_doctor.diagnose.ledger import ENGINE, RECURRENCE, UNEXPLAINED, CauseScoring, make_ledger
+from megatron_dppo_doctor.diagnose.ledger import Cause, CauseScoring, make_ledger
 from megatron_dppo_doctor.diagnose.rescore import rescore, rescore_by_engine
 from megatron_dppo_lab.perturbation import Perturbation
 from tests.distributed.families import family_config, in_float64
@@ -73,12 +73,12 @@ def test_a_coarse_state_is_attributed_to_the_recurrence_and_to_nothing_else(fami
         return torch.cat([row[s.loss_mask] for row, s in zip(rows, samples, strict=True)])
 
     reported = [s.rollout_logprobs for s in samples if s.rollout_logprobs is not None]
-    chain = [(UNEXPLAINED, in_chunks), (RECURRENCE, token_by_token), (ENGINE, reported)]
+    chain = [(Cause.UNEXPLAINED, in_chunks), (Cause.RECURRENCE, token_by_token), (Cause.ENGINE, reported)]
     ledger = make_ledger(tokens(exact), [CauseScoring(cause, tokens(rows)) for cause, rows in chain])
     shares = {row.cause: row.share for row in ledger.rows}
     # A batch is decoded with padding, whose last bits round some states the other way.
-    assert ledger.total > 1e-4 and shares[RECURRENCE] == pytest.approx(1, abs=0.1), shares
-    assert {row.cause: row.size for row in ledger.rows}[UNEXPLAINED] < 1e-2 * ledger.total
+    assert ledger.total > 1e-4 and shares[Cause.RECURRENCE] == pytest.approx(1, abs=0.1), shares
+    assert {row.cause: row.size for row in ledger.rows}[Cause.UNEXPLAINED] < 1e-2 * ledger.total
     engine.close()
 
 

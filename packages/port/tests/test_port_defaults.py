@@ -14,7 +14,8 @@ import pytest
 
 from megatron_dppo.commands.main import main
 from megatron_dppo.config.data import DataConfig
-from megatron_dppo_port.draft import FILL_IN, name_files
+from megatron_dppo_port.converters import name_files
+from megatron_dppo_port.draft import FILL_IN
 from megatron_dppo_port.port import PortedConfig, port
 
 ROLLOUT, MODEL, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.model.", "actor_rollout_ref.actor."

@@ -52,11 +52,9 @@ def read_tests(value: object, metadata: Mapping[str, object]) -> list[CodeTest]:
     """
     # JSON in a text; any other text is Python code.
     if isinstance(value, str):
-        try:
+        with suppress(ValueError):
             loaded = json.loads(value)
-        except ValueError:
-            loaded = None
-        value = loaded if isinstance(loaded, dict | list) else value
+            value = loaded if isinstance(loaded, dict | list) else value
     if isinstance(value, str) and value.strip():
         return [_assertions([value], metadata)]
     if isinstance(value, Mapping):

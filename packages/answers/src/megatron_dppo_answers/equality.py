@@ -89,7 +89,11 @@ def _same(answer: Value, label: Value) -> bool:
         return _same_sets(answer, label)
     if isinstance(answer, Group) and isinstance(label, Group):
         return _same_group(answer, label)
-    return _same_single(answer, label)
+    # A group of one element, such as \{3\}, is that element.
+    for group, other in ((answer, label), (label, answer)):
+        if isinstance(group, Group) and len(group.items) == 1 and not isinstance(other, Group):
+            return group.opening in ("", "\\{") and _same(group.items[0], other)
+    return False
 
 
 def _same_choice(answer: Value, label: Value) -> bool:
@@ -100,14 +104,6 @@ def _same_choice(answer: Value, label: Value) -> bool:
     if plain_words(other.text) == choice.letter:
         return True
     return _same(choice.content, other) if choice is answer else _same(other, choice.content)
-
-
-def _same_single(answer: Value, label: Value) -> bool:
-    r"""Compare a group of one element, such as ``\{3\}``, with that element."""
-    for group, other in ((answer, label), (label, answer)):
-        if isinstance(group, Group) and len(group.items) == 1 and not isinstance(other, Group):
-            return group.opening in ("", "\\{") and _same(group.items[0], other)
-    return False
 
 
 # --- groups
@@ -311,12 +307,10 @@ def _same_solutions(first: Expr, second: Expr) -> bool:
 
 
 def _same_sets(answer: Value, label: Value) -> bool:
-    sets = _real_set(answer), _real_set(label)
-    if sets[0] is None or sets[1] is None:
+    ours, theirs = _real_set(answer), _real_set(label)
+    if ours is None or theirs is None:
         return False
-    if sets[0] == sets[1]:
-        return True
-    return bool(sets[0].symmetric_difference(sets[1]).is_empty)
+    return ours == theirs or bool(ours.symmetric_difference(theirs).is_empty)
 
 
 def _real_set(value: Value) -> sympy.Set | None:

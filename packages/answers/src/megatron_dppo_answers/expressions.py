@@ -12,15 +12,7 @@ import re
 import sympy
 from sympy import Expr, Integer, Rational, Symbol
 
-from megatron_dppo_answers.arithmetic import (
-    CannotRead,
-    binomial,
-    divide,
-    factorial,
-    raise_to,
-    read_number,
-    repeating,
-)
+from megatron_dppo_answers.arithmetic import CannotRead, binomial, divide, factorial, raise_to, read_number, repeating
 
 _MAX_DEPTH = 60
 
@@ -43,9 +35,8 @@ GREEK_LETTERS = frozenset((
     "Delta", "Theta", "Lambda", "Xi", "Sigma", "Upsilon", "Phi", "Psi", "Omega", "ell",
 ))  # fmt: skip
 # Longest first, so that "sinh" is not read as "sin".
-_WORDS = sorted([*_FUNCTIONS, *_LOGARITHMS, *_BINARY, *_CONSTANTS, "sqrt", "abs", "theta", "alpha", "beta"], key=len)[
-    ::-1
-]
+_NAMED = [*_FUNCTIONS, *_LOGARITHMS, *_BINARY, *_CONSTANTS, "sqrt", "abs", "theta", "alpha", "beta"]
+_WORDS = sorted(_NAMED, key=len)[::-1]
 _FACTORS = frozenset((
     *_FUNCTIONS, *_LOGARITHMS, *_BINARY, *_CONSTANTS, *GREEK_LETTERS,
     "frac", "sqrt", "binom", "{", "lfloor", "lceil", "overline", "bar", "vec",
@@ -129,9 +120,6 @@ class _Reader:
         if self.take("+"):
             return self._signed_product()
         # The sign binds less than a power: -x^2 is -(x^2).
-        return self._product()
-
-    def _product(self) -> Expr:
         value = self._power()
         while True:
             token = self.peek()
@@ -150,9 +138,7 @@ class _Reader:
                 return value
 
     def _signed_power(self) -> Expr:
-        if self.take("-"):
-            return -self._signed_power()
-        return self._power()
+        return -self._signed_power() if self.take("-") else self._power()
 
     def _follows_digit(self) -> bool:
         before = self.text[: self.position].rstrip()
@@ -168,9 +154,7 @@ class _Reader:
 
     def _power(self) -> Expr:
         value = self._postfix(self._primary())
-        if self.take("^"):
-            return raise_to(value, self._exponent())
-        return value
+        return raise_to(value, self._exponent()) if self.take("^") else value
 
     def _postfix(self, value: Expr) -> Expr:
         while True:
@@ -238,8 +222,6 @@ class _Reader:
 
     def _argument(self) -> Expr:
         r"""Read an argument of ``\frac`` and its kin: a group, one digit, or one symbol."""
-        if self.peek() == "{":
-            return self._group("{")
         token = self.peek()
         if token.isdigit():
             self.position += 1

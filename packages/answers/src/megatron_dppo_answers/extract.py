@@ -14,6 +14,7 @@ _MARKUP = " \t*_"
 _SEPARATORS = re.compile(
     r"(?:[\s,;$&]|\\[()\[\],;! ]|\\(?:quad|qquad)|\\text\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)*"
 )
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _WRAPPED_STOP = re.compile(r"(\$|\*|\\\))\.$")
 
 
@@ -121,14 +122,9 @@ def _join_last(text: str, boxes: list[AnswerBox]) -> str | None:
 def _closing_brace(text: str, start: int) -> int | None:
     """Return the index of the brace that closes the group with content from ``start`` on, not of an escaped one."""
     depth = 1
-    index = start
-    while index < len(text):
-        sign = text[index]
-        if sign == "\\":
-            index += 2
-            continue
-        depth += (sign == "{") - (sign == "}")
+    # Of an escaped sign the backslash is matched with it.
+    for match in _BRACE.finditer(text, start):
+        depth += (match[0] == "{") - (match[0] == "}")
         if depth == 0:
-            return index
-        index += 1
+            return match.start()
     return None

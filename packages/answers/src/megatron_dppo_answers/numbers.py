@@ -63,20 +63,16 @@ def _rounds_to(number: Quantity, decimal: Quantity) -> bool:
     if not value.is_number or value.is_infinite or not value.is_real or not value.is_nonzero:
         return False
     written = Fraction(int(decimal.expression.p), int(decimal.expression.q))
-    places = digits - 1 - _exponent(written)
+    # The power of ten of the first significant digit.
+    exponent = len(str(abs(written.numerator))) - len(str(written.denominator))
+    exponent -= abs(written) < Fraction(10) ** exponent
+    places = digits - 1 - exponent
     approximate = value.evalf(digits + 15)
     exact = Fraction(int(Rational(approximate).p), int(Rational(approximate).q))
     unit = 1 / Fraction(10) ** places
     # Cut off instead of rounded is right only for an exact number: 0.666666 for 2/3.
     is_truncated = number.digits is None and 0 <= abs(exact) - abs(written) < unit and exact * written > 0
     return abs(exact - written) <= unit / 2 or is_truncated
-
-
-def _exponent(value: Fraction) -> int:
-    """Return the power of ten of the first significant digit."""
-    size = abs(value)
-    exponent = len(str(size.numerator)) - len(str(size.denominator))
-    return exponent if size >= Fraction(10) ** exponent else exponent - 1
 
 
 def same_expression(first: Expr, second: Expr) -> bool:
@@ -88,24 +84,7 @@ def same_expression(first: Expr, second: Expr) -> bool:
     symbols = sorted(first.free_symbols | second.free_symbols, key=str)
     if not symbols:
         return _same_constant(first, second)
-    return _same_at_points(first, second, symbols)
-
-
-def _same_constant(first: Expr, second: Expr) -> bool:
-    if first.is_infinite or second.is_infinite:
-        return False
-    scale = max(abs(complex(evaluate(first, {}, 15) or 0)), abs(complex(evaluate(second, {}, 15) or 0)))
-    if scale == 0:
-        return False
-    # sympy raises the precision until 15 digits of the difference are known; only a true zero stays tiny.
-    difference = (first - second).evalf(15, maxn=2000)
-    if not difference.is_number:
-        return False
-    return bool(abs(difference) < min(1.0, scale) * Rational(1, 10**60))
-
-
-def _same_at_points(first: Expr, second: Expr, symbols: Sequence[Symbol]) -> bool:
-    """Compare at random points: two formulas that agree at all of them are equal (Schwartz and Zippel)."""
+    # At random points: two formulas that agree at all of them are equal (Schwartz and Zippel).
     compared = 0
     for point in _points(symbols):
         values = evaluate(first, point), evaluate(second, point)
@@ -119,6 +98,19 @@ def _same_at_points(first: Expr, second: Expr, symbols: Sequence[Symbol]) -> boo
             return False
         compared += 1
     return compared >= _MIN_POINTS
+
+
+def _same_constant(first: Expr, second: Expr) -> bool:
+    if first.is_infinite or second.is_infinite:
+        return False
+    scale = max(abs(complex(evaluate(first, {}, 15) or 0)), abs(complex(evaluate(second, {}, 15) or 0)))
+    if scale == 0:
+        return False
+    # sympy raises the precision until 15 digits of the difference are known; only a true zero stays tiny.
+    difference = (first - second).evalf(15, maxn=2000)
+    if not difference.is_number:
+        return False
+    return bool(abs(difference) < min(1.0, scale) * Rational(1, 10**60))
 
 
 def _points(symbols: Sequence[Symbol]) -> list[dict[Symbol, Expr]]:

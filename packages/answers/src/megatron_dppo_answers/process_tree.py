@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
-from typing import Protocol
+from multiprocessing.process import BaseProcess
 
 _LIMIT_SECONDS = 5.0
 """A process that SIGKILL has not ended by then hangs in the kernel."""
 
 
-class _Process(Protocol):
-    """A child process, with the interface of ``multiprocessing``."""
-
-    @property
-    def pid(self) -> int | None: ...
-
-    def kill(self) -> None: ...
-
-    def join(self, timeout: float | None = None) -> None: ...
-
-
-def kill_process_tree(process: _Process) -> None:
+def kill_process_tree(process: BaseProcess | subprocess.Popen[bytes]) -> None:
     """Kill a child that leads a session, with its session, its descendants and their sessions.
 
     A process that left the session *and* was orphaned (a daemon) is not covered; it ends with the run.
@@ -40,10 +30,18 @@ def kill_process_tree(process: _Process) -> None:
                 os.kill(pid, signal.SIGKILL)
         process.kill()
         # A short wait, in which the killed processes end.
-        process.join(0.01)
+        _wait(process, 0.01)
         if not members:
             break
-    process.join()
+    _wait(process, None)
+
+
+def _wait(process: BaseProcess | subprocess.Popen[bytes], timeout: float | None) -> None:
+    if isinstance(process, BaseProcess):
+        process.join(timeout)
+    else:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout)
 
 
 def _members(root: int, sessions: set[int]) -> list[int]:

@@ -97,29 +97,22 @@ class RunningProgram:
         self._limits = sandbox.limits
         self._folder = tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True)
         self._status, launcher_status = os.pipe()
-        has_fd = isinstance(stdin, int)
+        is_text = isinstance(stdin, str)
         job = {
             "root": self._folder.name,
             "visible": sandbox.visible,
             "namespaces": sandbox.namespaces,
             "network": sandbox.network,
-            "files": {**files, "stdin": "" if has_fd else stdin},
+            "files": {**files, "stdin": stdin if is_text else ""},
             "stdin_file": "stdin",
-            "stdin_fd": stdin if has_fd else None,
+            "stdin_fd": None if is_text else stdin,
             "stdout_fd": stdout,
             "argv": [sandbox.python, *_PYTHON_FLAGS, next(iter(files)), *arguments],
             "env": {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
-            "memory_mb": self._limits.memory_mb,
-            "disk_mb": self._limits.disk_mb,
-            "processes": self._limits.processes,
-            "open_files": self._limits.open_files,
             "cpu_seconds": int(self._limits.seconds) + 1,
+            **vars(self._limits),
         }
-        inherited = [
-            launcher_status,
-            *([stdin] if isinstance(stdin, int) else []),
-            *([] if stdout is None else [stdout]),
-        ]
+        inherited = [fd for fd in (launcher_status, stdin, stdout) if isinstance(fd, int)]
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", str(_LAUNCHER), str(launcher_status)],
             stdin=subprocess.PIPE,
@@ -156,7 +149,7 @@ class RunningProgram:
 
     def kill(self) -> None:
         """Kill the program and everything that it started."""
-        kill_process_tree(_AsProcess(self._process))
+        kill_process_tree(self._process)
         for pipe in (self._process.stdout, self._process.stderr):
             assert pipe is not None
             pipe.close()
@@ -202,21 +195,6 @@ class RunningProgram:
         if not status:
             raise SandboxError(_text(errors) or "the launcher ended early")
         return ProgramExit(self._process.wait(), _text(output[:max_output]))
-
-
-class _AsProcess:
-    """Adapter of ``Popen`` to the interface of ``kill_process_tree``."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self.pid: int | None = process.pid
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def join(self, timeout: float | None = None) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout)
 
 
 def _text(data: bytes | bytearray) -> str:

@@ -362,9 +362,7 @@ def _read_quantity(text: str) -> Value:
             raise CannotRead(f"{text[:100]!r}: a unit with a number")
         return Quantity(text, read_expression(head), read_unit(tail), _digits(head))
     # Letters alone are a word, or a product of at most three symbols.
-    if re.fullmatch(r"[A-Za-z]{4,}(?:[\s-][A-Za-z]+)*|[A-Za-z]{2,}(?:[\s-][A-Za-z]+)+", text) and text not in (
-        "infinity",
-    ):
+    if text != "infinity" and re.fullmatch(r"[A-Za-z]{4,}(?:[\s-][A-Za-z]+)*|[A-Za-z]{2,}(?:[\s-][A-Za-z]+)+", text):
         return Words(text)
     try:
         return Quantity(text, read_expression(text), None, _digits(text))

@@ -174,11 +174,7 @@ _SAVE_HOST = 4
 
 
 def plan_transfers(
-    config: Config,
-    parameters: int,
-    trained: tuple[int, int],
-    layout: Layout,
-    machine: GpuNode,
+    config: Config, parameters: int, trained: tuple[int, int], layout: Layout, machine: GpuNode
 ) -> TransferPlan:
     """Return the bytes of weight sync, checkpoint and export by the number of parameters.
 

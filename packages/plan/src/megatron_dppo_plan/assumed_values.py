@@ -54,21 +54,11 @@ def _row_shape(frame: FrameType, element: Tensor) -> float:
 
 
 VALUE_READS: Sequence[ValueRead] = (
-    ValueRead(
-        "head/gradient.py", "check_rest", False, "rows without a gradient have none; on CUDA the device asserts it"
-    ),
-    ValueRead(
-        "head/checks.py", "_assert_distinct", False, "the ids of a row are distinct; on CUDA the device asserts it"
-    ),
-    ValueRead(
-        "head/checks.py", "check_slots", False, "the label is in exactly one slot; on CUDA the device asserts it"
-    ),
-    ValueRead(
-        "head/gradient.py",
-        "_check_one",
-        1.0,
-        "Megatron's scale of the loss is 1 without fp16; on CUDA the device asserts it",
-    ),
+    # On CUDA the device asserts these.
+    ValueRead("head/gradient.py", "check_rest", False, "rows without a gradient have none"),
+    ValueRead("head/checks.py", "_assert_distinct", False, "the ids of a row are distinct"),
+    ValueRead("head/checks.py", "check_slots", False, "the label is in exactly one slot"),
+    ValueRead("head/gradient.py", "_check_one", 1.0, "Megatron's scale of the loss is 1 without fp16"),
     ValueRead("head/gradient.py", "_scaled", 1.0, "the same scale"),
     ValueRead("report/metrics.py", "_to_floats", 1.0, "metrics do not affect the update"),
     ValueRead("mcore/router_replay.py", "metrics", 1, "counts do not affect the update"),
@@ -77,12 +67,7 @@ VALUE_READS: Sequence[ValueRead] = (
     ValueRead("distributed/finalize_model_grads.py", "finalize_model_grads", True, "a batch has tokens with a loss"),
     ValueRead("mcore/layer_noise.py", "call", 1, "the same count"),
     ValueRead("mcore/layer_noise.py", "step", 1.0, "metrics do not affect the update"),
-    ValueRead(
-        "pipeline_parallel/p2p_communication.py",
-        "_communicate_shapes",
-        _row_shape,
-        "the neighbor's rows are as long as this rank's: all rows are full",
-    ),
+    ValueRead("pipeline_parallel/p2p_communication.py", "_communicate_shapes", _row_shape, "all rows are full"),
 )
 
 
@@ -142,7 +127,11 @@ class AssumedValues(TorchDispatchMode):
                 return func(*args, **kwargs)
         # A fake tensor that was made from a Python number knows its value.
         if name == "aten::_local_scalar_dense" and tensors[0].constant is None:  # type: ignore[attr-defined]
-            return _read_value(tensors[0])
+            frame = _calling_frame()
+            for read in VALUE_READS:
+                if read.is_at(frame):
+                    return read.assume(frame, tensors[0]) if callable(read.assume) else read.assume
+            raise _unknown_value_error("a value of the device")
         if torch.Tag.data_dependent_output in func.tags and name != "aten::_local_scalar_dense":
             raise _unknown_value_error(f"{name}, whose result depends on data")
         if torch.Tag.dynamic_output_shape in func.tags and not (name == "aten::index" and _has_static_shape(args[1])):
@@ -150,14 +139,6 @@ class AssumedValues(TorchDispatchMode):
         if name in _WITHOUT_FAKE:
             return FakeWork().boxed()
         return func(*args, **kwargs)
-
-
-def _read_value(element: Tensor) -> float:
-    frame = _calling_frame()
-    for read in VALUE_READS:
-        if read.is_at(frame):
-            return read.assume(frame, element) if callable(read.assume) else read.assume
-    raise _unknown_value_error("a value of the device")
 
 
 def _has_static_shape(indices: Sequence[Tensor | None]) -> bool:

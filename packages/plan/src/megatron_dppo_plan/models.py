@@ -109,22 +109,17 @@ def _sum_expert_parameters(counts: Mapping[str, int]) -> int:
     return sum(count for name, count in counts.items() if ".experts." in name)
 
 
-def _full_row(config: Config, shape: RowShape, routing: RoutingShape | None, vocab_size: int) -> MicroBatch:
-    """Return the longest row of a run, of sequences as long as the configuration allows.
+def sample_rows(config: Config, hf_config: Any, layout: Layout, count: int) -> Sequence[MicroBatch]:
+    """Return ``count`` full rows of one update, of sequences as long as the configuration allows.
 
     Prompts have one token, so every position has a loss and a gradient: the most work and memory.
     """
+    shape = RowShape(row_multiple=layout.row_multiple, sequence_multiple=layout.sequence_multiple)
+    routing = routing_shape(hf_config, weights=config.train.router_replay_weights)
     longest = longest_sample(config)
     tokens = max(config.train.micro_batch_tokens, longest)
     lengths = [min(tokens - start, longest) for start in range(0, tokens, longest)]
-    return pack([_sample_sequence(length, config, routing, vocab_size) for length in lengths], shape)
-
-
-def sample_rows(config: Config, hf_config: Any, layout: Layout, count: int) -> Sequence[MicroBatch]:
-    """Return ``count`` full rows of one update."""
-    shape = RowShape(row_multiple=layout.row_multiple, sequence_multiple=layout.sequence_multiple)
-    routing = routing_shape(hf_config, weights=config.train.router_replay_weights)
-    row = _full_row(config, shape, routing, hf_config.vocab_size)
+    row = pack([_sample_sequence(length, config, routing, hf_config.vocab_size) for length in lengths], shape)
     sequences = int((row.loss_mask & (row.position_ids == 0)).sum())
     totals = BatchTotals(num_tokens=count * int(row.loss_mask.sum()), num_sequences=count * sequences)
     return [add_token_weights(row, totals, config.loss)] * count

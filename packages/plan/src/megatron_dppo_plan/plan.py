@@ -136,11 +136,6 @@ class Plan:
         """True if the run fits, but with less free memory than allocator and kernels may need."""
         return 0 <= self.free_bytes < TIGHT * self.machine.memory
 
-    @property
-    def step_seconds(self) -> float:
-        """Time of a step's updates on the slowest kind of rank, which all others wait for."""
-        return self.step.updates
-
 
 def make_plan(
     config: Config,
@@ -187,6 +182,9 @@ def make_plan(
     }
     kv_cache = plan_kv_cache(config, model.hf_config, model.parameters, machine)
     token_bytes = plan_token_bytes(config, model.hf_config, layout, batch)
+    # In host memory: a rank's optimizer, and the state that leaves the GPU while colocated servers sample.
+    moved = ("weights", "optimizer") if config.rollout.servers.colocated else ()
+    measured_ranks = [rank.measured for rank in ranks.values()]
     step = plan_step(
         config,
         layout,
@@ -197,7 +195,7 @@ def make_plan(
         transfers,
         served_model(model.hf_config, model.parameters, model.expert_parameters, kv_cache),
         updates=batch.updates * max(rank.update_seconds for rank in ranks.values()),
-        host_per_rank=max(_host_bytes(config, rank.measured) for rank in ranks.values()),
+        host_per_rank=max(each.host + sum(each.static[name] for name in moved) for each in measured_ranks),
         shape=model.shape,
         servers=servers,
     )
@@ -214,12 +212,6 @@ def make_plan(
         transfers=transfers,
         step=step,
     )
-
-
-def _host_bytes(config: Config, measured: UpdateMeasurement) -> int:
-    """Return the bytes in host memory of a rank's optimizer, and of its state while colocated servers sample."""
-    moved = measured.static["weights"] + measured.static["optimizer"] if config.rollout.servers.colocated else 0
-    return measured.host + moved
 
 
 _FLEX_FIELDS = ("moe_flex_", "moe_enable_deepep", "moe_deepep_", "moe_hybridep_")

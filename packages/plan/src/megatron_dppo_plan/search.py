@@ -72,7 +72,7 @@ class Candidate:
         """Sort key: first what fits with room to spare, then tight, too large, not runnable; each by time."""
         if self.plan is None:
             return True, True, True, 0.0
-        return False, self.plan.free_bytes < 0 or not self.plan.fits_host, self.plan.is_tight, self.plan.step_seconds
+        return False, self.plan.free_bytes < 0 or not self.plan.fits_host, self.plan.is_tight, self.plan.step.updates
 
 
 def parse_axes(texts: Sequence[str]) -> Mapping[str, Sequence[str]]:

@@ -279,12 +279,7 @@ def plan_step(
     checkpoint = config.checkpoint
     copies = checkpoint.keep + 1 + checkpoint.keep_best
     proof = proof_seconds(
-        config,
-        shape,
-        transfers.sync,
-        machine,
-        gpus_per_server=cache.gpus_per_server,
-        servers=num_servers,
+        config, shape, transfers.sync, machine, gpus_per_server=cache.gpus_per_server, servers=num_servers
     )
     return StepPlan(
         servers=num_servers,

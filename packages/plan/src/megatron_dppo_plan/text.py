@@ -61,27 +61,19 @@ def format_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def _batch_line(plan: Plan) -> str:
     batch = plan.batch
+    budget = plan.config.train.micro_batch_tokens
+    mean = f"responses of {batch.mean_response}"
+    if batch.mean_response == round(MEAN_LENGTH_RATIO * plan.config.rollout.max_new_tokens):
+        mean = f"assuming responses of {MEAN_LENGTH_RATIO:g} x max_new_tokens"
+    length = f"{budget} tokens"
+    if batch.row_tokens != budget:
+        length = (
+            f"up to {batch.row_tokens} tokens: longer than train.micro_batch_tokens = {budget}, because a sample of "
+            "data.max_prompt_tokens + rollout.max_new_tokens has a micro-batch of its own"
+        )
     return (
         f"batch    {batch.samples_per_update} samples per update on each data-parallel rank, {batch.mean_tokens} "
-        f"tokens each ({_assumed_mean(plan)}) = {batch.micro_batches} "
-        f"micro-batches of {_row_length(plan)}"
-    )
-
-
-def _assumed_mean(plan: Plan) -> str:
-    mean = plan.batch.mean_response
-    if mean == round(MEAN_LENGTH_RATIO * plan.config.rollout.max_new_tokens):
-        return f"assuming responses of {MEAN_LENGTH_RATIO:g} x max_new_tokens"
-    return f"responses of {mean}"
-
-
-def _row_length(plan: Plan) -> str:
-    budget = plan.config.train.micro_batch_tokens
-    if plan.batch.row_tokens == budget:
-        return f"{budget} tokens"
-    return (
-        f"up to {plan.batch.row_tokens} tokens: longer than train.micro_batch_tokens = {budget}, because a sample of "
-        "data.max_prompt_tokens + rollout.max_new_tokens has a micro-batch of its own"
+        f"tokens each ({mean}) = {batch.micro_batches} micro-batches of {length}"
     )
 
 
@@ -101,22 +93,18 @@ def _memory_table(plan: Plan) -> str:
     start = max((rank.measured.start_peak.total for rank in plan.ranks.values()), default=0)
     between = max((rank.between_updates for rank in plan.ranks.values()), default=0)
     machine = plan.machine
-    explanation = (
-        f"\ntotal = the largest of this peak, {format_gib(start)} GiB while model and optimizer are built, and "
-        f"{format_gib(between)} GiB between updates{_between_parts(plan)}, plus {_local_engine_parts(plan)}"
-        f"{format_gib(machine.reserved)} for CUDA context and NCCL (an estimate); {machine.name} has "
-        f"{format_gib(machine.memory)} GiB."
-    )
-    return format_table(head, lines) + explanation + _host_memory(plan)
-
-
-def _between_parts(plan: Plan) -> str:
-    """Return what is in memory between updates beside weights, gradients and optimizer."""
+    # Between updates there are more than weights, gradients and optimizer.
     buckets = plan.transfers.sync_buffer
     parts = [f"{format_gib(buckets)} of weight-sync buckets"] if buckets else []
-    if plan.model.teacher is not None:
-        parts.append("the teacher")
-    return f" (with {' or '.join(parts)})" if parts else ""
+    parts += [] if plan.model.teacher is None else ["the teacher"]
+    beside = f" (with {' or '.join(parts)})" if parts else ""
+    explanation = (
+        f"\ntotal = the largest of this peak, {format_gib(start)} GiB while model and optimizer are built, and "
+        f"{format_gib(between)} GiB between updates{beside}, plus "
+        f"{_local_engine_parts(plan)}{format_gib(machine.reserved)} for CUDA context and NCCL (an estimate); "
+        f"{machine.name} has {format_gib(machine.memory)} GiB."
+    )
+    return format_table(head, lines) + explanation + _host_memory(plan)
 
 
 def _local_engine_parts(plan: Plan) -> str:
@@ -213,20 +201,15 @@ def _rollouts_line(plan: Plan) -> str:
     servers = f"{cache.gpus_per_server} {plan.machine.name}"
     if cache.cache_bytes <= 0:
         return f"{per_token}; the weights alone do NOT fit a server of {servers}"
+    served = ""
+    if (model := plan.config.rollout.servers.model) is not None:
+        exists = any(Path(model).glob("*.safetensors"))
+        source = "files of rollout.servers.model" if exists else "rollout.servers.model does not exist on this machine"
+        served = f"\n         its weights are {format_gib(cache.weight_bytes)} GiB ({source})"
     return (
         f"{per_token}; a server of {servers} has {format_gib(cache.cache_bytes)} GiB per GPU for them: "
-        f"{cache.tokens_in_flight} tokens in flight = {cache.sequences} sequences of {cache.longest} tokens"
-        f"{_served_model(plan)}"
+        f"{cache.tokens_in_flight} tokens in flight = {cache.sequences} sequences of {cache.longest} tokens{served}"
     )
-
-
-def _served_model(plan: Plan) -> str:
-    model = plan.config.rollout.servers.model
-    if model is None:
-        return ""
-    exists = any(Path(model).glob("*.safetensors"))
-    source = "files of rollout.servers.model" if exists else "rollout.servers.model does not exist on this machine"
-    return f"\n         its weights are {format_gib(plan.kv_cache.weight_bytes)} GiB ({source})"
 
 
 def _columns_line(plan: Plan) -> str:
@@ -240,18 +223,14 @@ def _columns_line(plan: Plan) -> str:
         "combine weights": token_bytes.router_weights,
     }
     listed = ", ".join(f"{size} {name}" for name, size in parts.items() if size)
+    recorded = ""
+    if every := plan.config.log.rollouts_every:
+        size = recorded_step_bytes(plan.config, token_bytes)
+        recorded = f"; at most {format_gib(size)} GiB on disk per recorded step (log.rollouts_every = {every})"
     return (
         f"columns  {token_bytes.total} bytes per response token from the engine: {listed}; "
-        f"{format_gib(token_bytes.step)} GiB per step in host memory of each data-parallel rank{_recorded_size(plan)}"
+        f"{format_gib(token_bytes.step)} GiB per step in host memory of each data-parallel rank{recorded}"
     )
-
-
-def _recorded_size(plan: Plan) -> str:
-    every = plan.config.log.rollouts_every
-    if not every:
-        return ""
-    size = recorded_step_bytes(plan.config, plan.token_bytes)
-    return f"; at most {format_gib(size)} GiB on disk per recorded step (log.rollouts_every = {every})"
 
 
 def _colocated_lines(plan: Plan) -> list[str]:
@@ -313,12 +292,14 @@ def format_step(step: StepPlan, plan: Plan) -> list[str]:
     best = " and the best one" if checkpoint.keep_best else ""
     room = f"{format_gib(plan.machine.host_memory)} GiB"
     warning = f" MORE than the {room} of a {plan.machine.name} node" if not step.fits_host(plan.machine) else ""
+    optimizer = ", the optimizer" if any(rank.measured.host for rank in plan.ranks.values()) else ""
+    state = ", the trainer's state while servers sample" if plan.config.rollout.servers.colocated else ""
     return [
         _step_line(step, plan),
         _run_line(step),
         *_stop_lines(step),
         f"host     {format_gib(step.host)} GiB per trainer node: a checkpoint that is written, columns of responses"
-        f"{_host_parts(plan)}{warning}",
+        f"{optimizer}{state}{warning}",
         f"disk     {format_gib(step.disk)} GiB: {checkpoint.keep} checkpoints{best}, one that is being written, the "
         f"export{', recorded steps' if plan.config.log.rollouts_every else ''}",
     ]
@@ -364,15 +345,6 @@ def _stop_lines(step: StepPlan) -> list[str]:
     return lines
 
 
-def _host_parts(plan: Plan) -> str:
-    parts = []
-    if any(rank.measured.host for rank in plan.ranks.values()):
-        parts.append(", the optimizer")
-    if plan.config.rollout.servers.colocated:
-        parts.append(", the trainer's state while servers sample")
-    return "".join(parts)
-
-
 def _seconds(value: float) -> str:
     return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
 
@@ -390,5 +362,5 @@ def format_candidates(candidates: Sequence[Candidate]) -> str:
             continue
         fullest = plan.machine.memory - plan.free_bytes
         fits = _format_fit(plan, plan.free_bytes) if plan.fits_host else "NO, too much on the host"
-        lines.append([str(plan.layout), format_gib(fullest), fits, _short(plan.step_seconds), flags])
+        lines.append([str(plan.layout), format_gib(fullest), fits, _short(plan.step.updates), flags])
     return format_table(head, lines)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from megatron_dppo.config.model import LORA_TARGETS, LoraTarget
+from megatron_dppo_port.converters import integer
 from megatron_dppo_port.draft import Draft, UnreadSettingError
 
 _MEGATRON_TARGETS = {
@@ -31,6 +32,15 @@ def put_server_count(draft: Draft, key: str, *, per_node: int, num_nodes: int, p
     if num_nodes > 1:
         note += f", on each of {num_nodes} nodes; rollout.servers.urls lists all {count * num_nodes}"
     draft.put("rollout.servers.count", count, note=note)
+
+
+def put_processes(draft: Draft, nodes: str, gpus_per_node: str) -> None:
+    """Note the number of processes of the run."""
+    # Without these numbers that of the servers is open, too.
+    with draft.target("rollout.servers.count"):
+        draft.num_processes = draft.read(nodes, integer) * draft.read(gpus_per_node, integer)
+    for key in (nodes, gpus_per_node):
+        draft.record(key, "ported", "torchrun's --nnodes and --nproc-per-node")
 
 
 def put_targets(draft: Draft, names: Sequence[str], key: str, note: str = "") -> None:

@@ -17,7 +17,7 @@ from megatron_dppo.report.printable import printable_toml
 from megatron_dppo_port import prime_rl, slime, verl
 from megatron_dppo_port.budget import limited
 from megatron_dppo_port.defaults import DEFAULTS
-from megatron_dppo_port.draft import FILL_IN, Draft, PortedSetting, apply_rules
+from megatron_dppo_port.draft import FILL_IN, Draft, PortedSetting, apply_rules, leave_without_counterpart
 from megatron_dppo_port.settings import OTHER_FILES, SourceFile, read_shell, read_toml, read_yaml
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]*[A-Za-z0-9_]", re.ASCII)
@@ -25,7 +25,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]*[A-Za-z0-9_]", re.ASCII)
 _MAX_SETTINGS = 10_000
 _FIX = "Fix: give the training command itself"
 _FRAMEWORKS = {"verl": verl, "slime": slime, "prime-rl": prime_rl}
-"""Modules with ``TABLE``, ``PATTERNS`` and ``combine``."""
+"""Modules with ``NO_COUNTERPARTS``, ``TABLE``, ``PATTERNS`` and ``combine``."""
 _READERS: dict[str, Callable[[Path, Path, Mapping[str, str]], SourceFile]] = {
     ".sh": read_shell,
     ".yaml": read_yaml,
@@ -95,10 +95,14 @@ def translate(source: SourceFile, name: str, version: str | None = None) -> Port
     framework = _FRAMEWORKS[source.framework]
     defaults = {**DEFAULTS[source.framework][version], **source.defaults}
     draft = Draft(source.settings, defaults, f"{source.framework} {version}")
+    leave_without_counterpart(draft, framework.NO_COUNTERPARTS)
     framework.combine(draft)
     apply_rules(draft, framework.TABLE, framework.PATTERNS)
     if draft.get("run.output_dir") is None:
         draft.put("run.output_dir", f"runs/{name}", note="named after the file")
+    missing = [f"{path}: to fill in ({reason})" for path, reason in draft.to_fill_in.items()]
+    # A placeholder is a wrong value of its key, which the lines above already name.
+    wrong = [problem for problem in config_problems(draft.values) if FILL_IN not in problem]
     # Sections as in the documentation.
     in_order = {name: draft.values[name] for name in Config.model_fields if name in draft.values}
     return PortedConfig(
@@ -106,15 +110,8 @@ def translate(source: SourceFile, name: str, version: str | None = None) -> Port
         version=version,
         toml=printable_toml(tomli_w.dumps(in_order)),
         rows=draft.rows,
-        problems=[*source.problems, *_problems(draft)],
+        problems=[*source.problems, *missing, *wrong],
         num_processes=draft.num_processes,
         loss=draft.values.get("loss", {}),
         hub_name=path if _HUB_NAME.fullmatch(path := str(draft.get("model.path"))) else None,
     )
-
-
-def _problems(draft: Draft) -> list[str]:
-    missing = [f"{path}: to fill in ({reason})" for path, reason in draft.to_fill_in.items()]
-    # A placeholder is a wrong value of its key, which the lines above already name.
-    wrong = [problem for problem in config_problems(draft.values) if FILL_IN not in problem]
-    return missing + wrong

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import re
 
+from megatron_dppo_port.converters import flag, integer, items, number, text
 from megatron_dppo_port.derived import put_server_count, put_targets
-from megatron_dppo_port.draft import (
-    Draft,
-    Rule,
-    UnreadSettingError,
-    flag,
-    integer,
-    items,
-    literal,
-    map_to,
-    number,
-    text,
-    unsupported,
-)
+from megatron_dppo_port.draft import Draft, NoCounterpart, Rule, UnreadSettingError, map_to, map_within, unsupported
 
 _ENV = "an environment of `verifiers`: prompts go to data.train, its rubric to reward.function, its turns to [agent]"
 _LOSS = "trainer.loss."
@@ -63,10 +52,9 @@ PATTERNS: dict[str, Rule] = {
     "weight_broadcast.": unsupported("[rollout.weight_sync]"),
     "trainer.model.ac": unsupported("model.transformer.recompute_granularity and its companions"),
     "trainer.model.": unsupported("Megatron's own, or model.transformer"),
-    "inference.vllm.": lambda draft, key: map_to("rollout.vllm." + key.rpartition(".")[2].replace("_", "-"), literal)(
-        draft, key
-    ),
+    "inference.vllm.": map_within("rollout.vllm.", lambda key: key.rpartition(".")[2].replace("_", "-")),
 }
+NO_COUNTERPARTS: dict[str, NoCounterpart] = {}
 
 
 def combine(draft: Draft) -> None:

@@ -4,24 +4,9 @@ from __future__ import annotations
 
 import math
 
-from megatron_dppo_port.derived import put_server_count
-from megatron_dppo_port.draft import (
-    Draft,
-    NoCounterpart,
-    Rule,
-    UnreadSettingError,
-    filter_size,
-    flag,
-    integer,
-    items,
-    leave_without_counterpart,
-    literal,
-    map_to,
-    number,
-    one_or_list,
-    text,
-    unsupported,
-)
+from megatron_dppo_port.converters import filter_size, flag, integer, items, literal, number, one_or_list, text
+from megatron_dppo_port.derived import put_processes, put_server_count
+from megatron_dppo_port.draft import Draft, NoCounterpart, Rule, UnreadSettingError, map_to, map_within, unsupported
 from megatron_dppo_port.slime_loss import combine_loss
 
 _MODEL = "the model's shape is read from model.path/config.json"
@@ -104,7 +89,7 @@ def _server_flag(draft: Draft, key: str) -> None:
 
 
 PATTERNS: dict[str, Rule] = {
-    "recompute-": lambda draft, key: map_to("model.transformer." + key.replace("-", "_"), literal)(draft, key),
+    "recompute-": map_within("model.transformer.", lambda key: key.replace("-", "_")),
     "moe-token-dispatcher-type": map_to("model.transformer.moe_token_dispatcher_type", text),
     "sglang-": _server_flag,
     "actor-num-": unsupported(_RAY),
@@ -129,7 +114,6 @@ NO_COUNTERPARTS = {
 
 def combine(draft: Draft) -> None:
     """Translate arguments that depend on each other."""
-    leave_without_counterpart(draft, NO_COUNTERPARTS)
     _sizes(draft)
     _schedule(draft)
     combine_loss(draft)
@@ -212,7 +196,8 @@ def _engine(draft: Draft) -> None:
             draft.put("rollout.servers.colocated", True, "colocate")
             draft.put("rollout.weight_sync.method", "ipc", note="servers on the trainer's GPUs")
     with draft.target("rollout.sglang.tp-size"):
-        size, stages = draft.read("rollout-num-gpus-per-engine", integer), _stages(draft)
+        size = draft.read("rollout-num-gpus-per-engine", integer)
+        stages = int(next((draft.read(key, integer) for key in _STAGES if draft.has(key)), 1))
         note = f"{size} GPUs of an engine / {stages} stages" if stages > 1 else ""
         if size > 1 or draft.has("rollout-num-gpus-per-engine"):
             draft.put("rollout.sglang.tp-size", size // stages, "rollout-num-gpus-per-engine", note=note)
@@ -225,10 +210,6 @@ def _engine(draft: Draft) -> None:
                 draft.record(
                     key, "changed", "rollout.servers.colocated = True: server and trainer take turns on the GPU"
                 )
-
-
-def _stages(draft: Draft) -> int:
-    return int(next((draft.read(key, integer) for key in _STAGES if draft.has(key)), 1))
 
 
 def _servers(draft: Draft) -> None:
@@ -261,12 +242,7 @@ def _layout(draft: Draft) -> None:
             draft.put(dispatcher, "flex", "moe-enable-deepep", note="DeepEP")
             draft.record("moe-token-dispatcher-type", "ported", "moe_token_dispatcher_type = 'flex'")
             draft.put("model.transformer.moe_flex_dispatcher_backend", "deepep", note="--moe-enable-deepep")
-    # Without these numbers that of colocated servers is open, too.
-    with draft.target("rollout.servers.count"):
-        nodes, gpus = draft.read("actor-num-nodes", integer), draft.read("actor-num-gpus-per-node", integer)
-        draft.num_processes = nodes * gpus
-    for key in ("actor-num-nodes", "actor-num-gpus-per-node"):
-        draft.record(key, "ported", "torchrun's --nnodes and --nproc-per-node")
+    put_processes(draft, "actor-num-nodes", "actor-num-gpus-per-node")
 
 
 def _evaluation(draft: Draft) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_dppo_port.draft import Draft, UnreadSettingError, flag, integer, nonzero, number, text
+from megatron_dppo_port.converters import flag, integer, nonzero, number, text
+from megatron_dppo_port.draft import Draft, UnreadSettingError
 from megatron_dppo_port.verl_loss import kl_estimator
 
 _ADVANTAGES = {"grpo": "std", "gspo": "std", "cispo": "std", "reinforce_plus_plus": "none"}

@@ -4,22 +4,9 @@ from __future__ import annotations
 
 import math
 
-from megatron_dppo_port.draft import (
-    Draft,
-    NoCounterpart,
-    Rule,
-    filter_size,
-    flag,
-    integer,
-    leave_without_counterpart,
-    literal,
-    map_to,
-    no_effect,
-    number,
-    one_or_list,
-    text,
-    unsupported,
-)
+from megatron_dppo_port.converters import filter_size, flag, integer, number, one_or_list, text
+from megatron_dppo_port.derived import put_processes
+from megatron_dppo_port.draft import Draft, NoCounterpart, Rule, map_to, map_within, no_effect, unsupported
 from megatron_dppo_port.verl_loss import combine_loss
 from megatron_dppo_port.verl_run import combine_run
 
@@ -112,9 +99,7 @@ def _loss_parameter(draft: Draft, key: str) -> None:
 
 
 PATTERNS: dict[str, Rule] = {
-    _A + "megatron.override_transformer_config.": lambda draft, key: map_to(
-        "model.transformer." + key.rpartition(".")[2], literal
-    )(draft, key),
+    _A + "megatron.override_transformer_config.": map_within("model.transformer.", lambda key: key.rpartition(".")[2]),
     "actor_rollout_ref.ref.": unsupported(_REFERENCE),
     _A + "fsdp_config.": unsupported("FSDP's; Megatron shards by [parallel] and the distributed optimizer"),
     _A + "megatron.": unsupported("Megatron's own default, or set by model.transformer"),
@@ -158,7 +143,6 @@ NO_COUNTERPARTS = {
 def combine(draft: Draft) -> None:
     """Translate settings that depend on each other."""
     # Sizes come before the optimizer, whose warm-up may be a fraction of the steps.
-    leave_without_counterpart(draft, NO_COUNTERPARTS)
     _sizes(draft)
     _optimizer(draft)
     _layout(draft)
@@ -167,10 +151,7 @@ def combine(draft: Draft) -> None:
 
 
 def _sizes(draft: Draft) -> None:
-    if "async_training.require_batches" in draft.defaults:
-        _asynchronous_sizes(draft)
-    else:
-        _synchronous_sizes(draft)
+    (_asynchronous_sizes if "async_training.require_batches" in draft.defaults else _synchronous_sizes)(draft)
     draft.translate("algorithm.filter_groups.enable", "rollout.dynamic_sampling", lambda value: flag(value) or None)
     with draft.target("data.overlong_prompts"):
         if draft.read("data.filter_overlong_prompts", flag):
@@ -217,27 +198,21 @@ def _lengths(draft: Draft) -> None:
 def _synchronous_sizes(draft: Draft) -> None:
     draft.translate("data.train_batch_size", "rollout.prompts_per_step", integer)
     with draft.target("train.mini_batches"):
-        batch = draft.read("data.train_batch_size", integer)
-        mini = draft.read(_A + "ppo_mini_batch_size", integer)
-        _put_quotient(draft, batch, mini)
+        key = _A + "ppo_mini_batch_size"
+        batch, mini = draft.read("data.train_batch_size", integer), draft.read(key, integer)
+        if batch and mini and batch % mini:
+            reason = f"{batch} prompts a step are not a multiple of {mini}"
+            draft.record(key, "unread", reason)
+            draft.leave_to_user("train.mini_batches", key, reason)
+        elif batch and mini:
+            note = f"{batch} / {mini} prompts"
+            draft.put("train.mini_batches", batch // mini, key, "data.train_batch_size", note=note)
     with draft.target("rollout.oversample"):
         more, batch = draft.read("data.gen_batch_size", integer), draft.read("data.train_batch_size", integer)
         if batch and more and more > batch:
             draft.put("rollout.oversample", more / batch, "data.gen_batch_size", note=f"{more} / {batch} prompts")
     if "async_training.one_step" in draft.defaults:
         draft.put("train.max_staleness", 1, note="one step off-policy")
-
-
-def _put_quotient(draft: Draft, batch: int | None, mini: int | None) -> None:
-    key = _A + "ppo_mini_batch_size"
-    if not batch or not mini:
-        return
-    if batch % mini:
-        reason = f"{batch} prompts a step are not a multiple of {mini}"
-        draft.record(key, "unread", reason)
-        draft.leave_to_user("train.mini_batches", key, reason)
-    else:
-        draft.put("train.mini_batches", batch // mini, key, "data.train_batch_size", note=f"{batch} / {mini} prompts")
 
 
 def _asynchronous_sizes(draft: Draft) -> None:
@@ -304,9 +279,4 @@ def _layout(draft: Draft) -> None:
         is_on = draft.read(sequence, flag)
         if size and size > 1 and draft.has(sequence):
             draft.put("parallel.sequence_parallel", is_on, sequence)
-    nodes, gpus = "trainer.nnodes", "trainer.n_gpus_per_node"
-    # Without these numbers that of the servers is open, too.
-    with draft.target("rollout.servers.count"):
-        draft.num_processes = draft.read(nodes, integer) * draft.read(gpus, integer)
-    for key in (nodes, gpus):
-        draft.record(key, "ported", "torchrun's --nnodes and --nproc-per-node")
+    put_processes(draft, "trainer.nnodes", "trainer.n_gpus_per_node")

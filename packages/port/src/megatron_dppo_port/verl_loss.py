@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_dppo_port.draft import Draft, UnreadSettingError, flag, integer, number, text
+from megatron_dppo_port.converters import flag, integer, number, text
+from megatron_dppo_port.draft import Draft, UnreadSettingError
 
 _A, _C = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
 _MODE = _A + "policy_loss.loss_mode"

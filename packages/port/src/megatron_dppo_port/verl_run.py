@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import math
 
+from megatron_dppo_port.converters import flag, integer, items, literal, name_files, number, text
 from megatron_dppo_port.derived import put_server_count, put_targets
-from megatron_dppo_port.draft import (
-    Draft,
-    UnreadSettingError,
-    flag,
-    integer,
-    items,
-    literal,
-    name_files,
-    number,
-    text,
-)
+from megatron_dppo_port.draft import Draft, UnreadSettingError
 
 _R = "actor_rollout_ref.rollout."
 _SERVER_FLAGS = {

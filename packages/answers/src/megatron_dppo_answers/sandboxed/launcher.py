@@ -102,23 +102,6 @@ def _make_root(job: Job) -> None:
     os.chdir("/box")
 
 
-def _write_files(job: Job, owner: int | None) -> None:
-    for name, text in job["files"].items():
-        with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
-            file.write(text)
-    if owner is not None:
-        for path in (".", *job["files"]):
-            os.chown(path, owner, owner)
-
-
-def _become(user: int | None) -> None:
-    if user is not None:
-        # Groups first and the user last: afterwards the right to change the others is gone.
-        os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
-
-
 def _limit(job: Job) -> None:
     limits = {
         resource.RLIMIT_AS: job["memory_mb"] << 20,
@@ -137,7 +120,12 @@ def _limit(job: Job) -> None:
 def _program(job: Job, status: int, user: int | None) -> None:
     """Replace this process with the program."""
     os.setsid()
-    _write_files(job, user)
+    for name, text in job["files"].items():
+        with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(text)
+    if user is not None:
+        for path in (".", *job["files"]):
+            os.chown(path, user, user)
     inputs = os.open(job["stdin_file"], os.O_RDONLY) if job["stdin_fd"] is None else job["stdin_fd"]
     outputs = 1 if job["stdout_fd"] is None else job["stdout_fd"]
     nowhere = os.open("/dev/null", os.O_WRONLY)
@@ -146,7 +134,11 @@ def _program(job: Job, status: int, user: int | None) -> None:
     os.dup2(nowhere, 2)
     os.dup2(status, 3)
     os.closerange(4, 1 << 16)
-    _become(user)
+    if user is not None:
+        # Groups first and the user last: afterwards the right to change the others is gone.
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
     _limit(job)
     # No setuid program may give privileges back.
     _check(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")

@@ -61,7 +61,8 @@ def _diagnose_run(options: argparse.Namespace, overrides: Sequence[str]) -> Ledg
 
 
 def _diagnose_rollouts(options: argparse.Namespace, overrides: Sequence[str]) -> Ledger:
-    from megatron_dppo_doctor.diagnose.foreign import DeclaredSampling, diagnose_rollouts
+    from megatron_dppo.types import SamplingParams
+    from megatron_dppo_doctor.diagnose.foreign import diagnose_rollouts
 
     if overrides:
         raise ConfigError(f"unexpected argument {overrides[0]!r}: --rollouts has no configuration to override")
@@ -73,7 +74,9 @@ def _diagnose_rollouts(options: argparse.Namespace, overrides: Sequence[str]) ->
         if not is_allowed(value):
             raise ConfigError(f"--{name.replace('_', '-')} {value}: expected {expected}")
     limit = given.pop("limit", None)
-    return diagnose_rollouts(Path(options.rollouts), options.model, DeclaredSampling(**given), limit)
+    # Nothing is sampled: the number of new tokens is not read.
+    declared = SamplingParams(max_new_tokens=1, **given)
+    return diagnose_rollouts(Path(options.rollouts), options.model, declared, limit)
 
 
 _ROLLOUT_OPTIONS: Mapping[str, tuple[Callable[[float], bool], str]] = {

@@ -7,7 +7,7 @@ them again, so causes without a column are not separated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,7 @@ from megatron_dppo.hf.folder import (
 from megatron_dppo.parallel.platform import Platform
 from megatron_dppo.types import RoutingShape, SamplingParams, TrainingSample
 from megatron_dppo_doctor.diagnose.dumps import DumpedSample, read_dump
-from megatron_dppo_doctor.diagnose.ledger import (
-    ENGINE,
-    HEAD,
-    NOT_SEPARATED,
-    OTHER_TRAINER,
-    ROUTER_IDS,
-    ROUTER_WEIGHTS,
-    SAMPLER,
-    STALENESS,
-    UNEXPLAINED,
-    CauseScoring,
-    Ledger,
-    make_ledger,
-)
+from megatron_dppo_doctor.diagnose.ledger import Cause, CauseScoring, Ledger, make_ledger
 from megatron_dppo_doctor.diagnose.rescore import ForcedRoutes, rescore, with_filter
 from megatron_dppo_engines.route_checks import compact_routes
 
@@ -47,18 +34,8 @@ _MIN_IMPROVEMENT = 2.0
 """Factor by which another interpretation of the log-probabilities must fit better than the declared one."""
 
 
-@dataclass(frozen=True)
-class DeclaredSampling:
-    """Sampling parameters declared by the user. Training uses the same temperature and no filter."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-
-
-def diagnose_rollouts(path: Path, model: str, declared: DeclaredSampling, limit: int | None) -> Ledger:
-    """Return the ledger of a dump."""
+def diagnose_rollouts(path: Path, model: str, declared: SamplingParams, limit: int | None) -> Ledger:
+    """Return the ledger of a dump, whose training has the temperature that the user declares, and no filter."""
     hf_config = read_hf_config(model)
     dumped = read_dump(path, limit, model_shape(hf_config).vocab_size)
     copy = build_hf_model(hf_config, torch.float32).to(Platform.detect().device)
@@ -76,7 +53,7 @@ class _RolloutScorer:
         model: Any,
         shape: RoutingShape | None,
         dumped: Sequence[DumpedSample],
-        declared: DeclaredSampling,
+        declared: SamplingParams,
     ) -> None:
         self._model = model
         self._shape = shape
@@ -99,26 +76,26 @@ class _RolloutScorer:
         trained = live
         if all(each.trained is not None for each in self._dumped):
             trained = self._gather_trained([_require_tensor(each.trained) for each in self._dumped])
-            chain.append(CauseScoring(OTHER_TRAINER, live))
+            chain.append(CauseScoring(Cause.OTHER_TRAINER, live))
         # Engines differ in what they report: try what the declared parameters allow.
         name, read, temperature = self._find_interpretation(declared)
         if name:
-            chain.append(CauseScoring(SAMPLER, self._score(read, temperature, routes=False)))
+            chain.append(CauseScoring(Cause.SAMPLER, self._score(read, temperature, routes=False)))
             notes.append(
                 f"sampler: the reported log-probabilities are {name}, which fit more than {_MIN_IMPROVEMENT:g} times "
                 "better"
             )
         else:
-            absent[SAMPLER] = "the reported log-probabilities are those of the declared distribution"
+            absent[Cause.SAMPLER] = "the reported log-probabilities are those of the declared distribution"
         if self._has_routes:
-            chain.append(CauseScoring(ROUTER_IDS, self._score(read, temperature, routes=True)))
+            chain.append(CauseScoring(Cause.ROUTER_IDS, self._score(read, temperature, routes=True)))
         else:
             dense = "a dense model has none"
-            absent[ROUTER_IDS] = dense if self._shape is None else "not separable: the dump has no routed experts"
-        chain.append(CauseScoring(NOT_SEPARATED, self._reported))
-        weights = "a dense model has none" if self._shape is None else f"not separable: see {NOT_SEPARATED!r}"
-        absent |= {ROUTER_WEIGHTS: weights}
-        absent |= dict.fromkeys((STALENESS, HEAD, ENGINE, UNEXPLAINED), f"not separable: see {NOT_SEPARATED!r}")
+            absent[Cause.ROUTER_IDS] = dense if self._shape is None else "not separable: the dump has no routed experts"
+        chain.append(CauseScoring(Cause.NOT_SEPARATED, self._reported))
+        elsewhere = f"not separable: see {str(Cause.NOT_SEPARATED)!r}"
+        absent[Cause.ROUTER_WEIGHTS] = "a dense model has none" if self._shape is None else elsewhere
+        absent |= dict.fromkeys((Cause.STALENESS, Cause.HEAD, Cause.ENGINE, Cause.UNEXPLAINED), elsewhere)
         # Last, because it turns the model into bf16.
         notes.append(self._bf16_note(read, temperature))
         return make_ledger(trained, chain, absent, notes)
@@ -135,11 +112,9 @@ class _RolloutScorer:
             alternatives.append(("those of temperature 1 (raw)", plain, 1.0))
         if self._has_masks:
             alternatives.append(("those before the filter", plain, sampling.temperature))
-        if sampling.top_p < 1 or sampling.top_k or sampling.min_p:
-            # Only its filters are read.
-            params = SamplingParams(max_new_tokens=1, **vars(sampling))
+        if sampling.has_filters:
             filtered = [
-                with_filter(self._model, sample, params, each.responses)
+                with_filter(self._model, sample, sampling, each.responses)
                 for sample, each in zip(plain, self._dumped, strict=True)
             ]
             alternatives.append(("those after the filter", filtered, sampling.temperature))

@@ -10,39 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-STALENESS = "staleness"
-SAMPLER = "sampler"
-ROUTER_IDS = "router ids"
-ROUTER_WEIGHTS = "router weights"
-HEAD = "head precision"
-RECURRENCE = "recurrence"
-"""Linear attention in chunks of tokens, as in training, against one token at a time, as in decoding."""
-ENGINE = "engine numerics"
-TRAINER = "trainer numerics"
-UNEXPLAINED = "unexplained"
-OTHER_TRAINER = "its trainer"
-"""Difference between another stack's trainer and an exact score: its numerics, and weights that changed since."""
-NOT_SEPARATED = "engine, not separated"
-"""All differences of an engine that cannot score the tokens again."""
-CAUSES = (
-    OTHER_TRAINER,
-    STALENESS,
-    SAMPLER,
-    ROUTER_IDS,
-    ROUTER_WEIGHTS,
-    HEAD,
-    RECURRENCE,
-    ENGINE,
-    TRAINER,
-    NOT_SEPARATED,
-    UNEXPLAINED,
-)
-"""All causes in the order of the table."""
+
+class Cause(StrEnum):
+    """Causes of a difference, in the order of the table."""
+
+    OTHER_TRAINER = "its trainer"
+    """Difference between another stack's trainer and an exact score: its numerics, and weights that changed since."""
+    STALENESS = "staleness"
+    SAMPLER = "sampler"
+    ROUTER_IDS = "router ids"
+    ROUTER_WEIGHTS = "router weights"
+    HEAD = "head precision"
+    RECURRENCE = "recurrence"
+    """Linear attention in chunks of tokens, as in training, against one token at a time, as in decoding."""
+    ENGINE = "engine numerics"
+    TRAINER = "trainer numerics"
+    NOT_SEPARATED = "engine, not separated"
+    """All differences of an engine that cannot score the tokens again."""
+    UNEXPLAINED = "unexplained"
+
+
 CLOSES_WITHIN = 0.05
 """Fraction of the mean absolute difference that may stay unexplained."""
 ROUNDING = 2e-5
@@ -86,7 +79,7 @@ class Ledger:
     """Mean of log pi - log mu."""
     largest: float
     rows: tuple[LedgerRow, ...]
-    """Separated causes in the order of ``CAUSES``, and the rest that was not separated."""
+    """Separated causes in the order of ``Cause``, and the rest that was not separated."""
     absent: Mapping[str, str] = field(default_factory=dict)
     """Causes without a row, and the reason."""
     notes: tuple[str, ...] = ()
@@ -94,7 +87,7 @@ class Ledger:
     @property
     def unexplained(self) -> float | None:
         """Mean absolute unexplained difference. None if it is unknown (see ``absent``)."""
-        return next((row.size for row in self.rows if row.cause == UNEXPLAINED), None)
+        return next((row.size for row in self.rows if row.cause == Cause.UNEXPLAINED), None)
 
     @property
     def closes(self) -> bool | None:
@@ -149,7 +142,8 @@ def make_ledger(
         share = part / total if total else 0.0
         return LedgerRow(cause, part, share, link.mean().item(), link.abs().mean().item(), link.abs().max().item())
 
-    in_order = sorted(links, key=lambda cause: CAUSES.index(cause) if cause in CAUSES else len(CAUSES))
+    causes = list(Cause)
+    in_order = sorted(links, key=lambda cause: causes.index(cause) if cause in causes else len(causes))
     return Ledger(
         tokens=len(difference),
         total=total,

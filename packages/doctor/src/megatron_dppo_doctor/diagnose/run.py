@@ -27,17 +27,7 @@ from megatron_dppo.run.step import StepBatch, make_samples
 from megatron_dppo.setup.named_functions import SAMPLING, TRAINING, named_functions, require_permission
 from megatron_dppo.setup.starts import load_run_config, read_starts
 from megatron_dppo.types import TrainingSample
-from megatron_dppo_doctor.diagnose.ledger import (
-    ENGINE,
-    HEAD,
-    RECURRENCE,
-    ROUTER_IDS,
-    ROUTER_WEIGHTS,
-    SAMPLER,
-    UNEXPLAINED,
-    Ledger,
-    make_ledger,
-)
+from megatron_dppo_doctor.diagnose.ledger import Cause, Ledger, make_ledger
 from megatron_dppo_doctor.diagnose.scoring import RunScorer, Snapshots
 
 
@@ -200,15 +190,18 @@ def _make_ledger(session: Session, before: Config, snapshots: Snapshots, collect
 
 def _missing_causes(before: Config, scorer: RunScorer, present: set[str]) -> dict[str, str]:
     if before.rollout.batch_invariant:
-        causes = (SAMPLER, ROUTER_IDS, ROUTER_WEIGHTS, HEAD, ENGINE)
+        causes = (Cause.SAMPLER, Cause.ROUTER_IDS, Cause.ROUTER_WEIGHTS, Cause.HEAD, Cause.ENGINE)
         return dict.fromkeys(causes, "none: the trainer's own model samples")
     shape, replay = scorer.trainer.routing_shape, before.train.router_replay
     absent = {}
-    if SAMPLER not in present:
-        absent[SAMPLER] = "none: by the configuration, training uses the distributions that were sampled"
+    if Cause.SAMPLER not in present:
+        absent[Cause.SAMPLER] = "none: by the configuration, training uses the distributions that were sampled"
         if not scorer.is_local:
-            absent[SAMPLER] = "not separable: the server may filter distributions without reporting it"
-    for cause, replayed in ((ROUTER_IDS, replay == "rollout"), (ROUTER_WEIGHTS, scorer.replays == "weights")):
+            absent[Cause.SAMPLER] = "not separable: the server may filter distributions without reporting it"
+    for cause, replayed in (
+        (Cause.ROUTER_IDS, replay == "rollout"),
+        (Cause.ROUTER_WEIGHTS, scorer.replays == "weights"),
+    ):
         if cause in present:
             continue
         if shape is None:
@@ -219,12 +212,12 @@ def _missing_causes(before: Config, scorer: RunScorer, present: set[str]) -> dic
             absent[cause] = "not separable: the engine does not report them"
     if not scorer.is_local:
         absent |= dict.fromkeys(
-            (HEAD, ENGINE), "not separable: the server cannot score with another output layer or dtype"
+            (Cause.HEAD, Cause.ENGINE), "not separable: the server cannot score with another output layer or dtype"
         )
         if scorer.has_linear_attention:
-            absent[RECURRENCE] = "not separable: the server cannot score in chunks"
-    if UNEXPLAINED not in present:
-        absent[UNEXPLAINED] = "not separable: part of the numerics of trainer or server"
+            absent[Cause.RECURRENCE] = "not separable: the server cannot score in chunks"
+    if Cause.UNEXPLAINED not in present:
+        absent[Cause.UNEXPLAINED] = "not separable: part of the numerics of trainer or server"
     return absent
 
 

@@ -13,19 +13,7 @@ from megatron_dppo.data.replayed_routes import with_all_routes
 from megatron_dppo.engines.local.engine import LocalEngine
 from megatron_dppo.parallel.objects import all_gather_objects, is_leader
 from megatron_dppo.types import Completion, RolloutGroup, TrainingSample, select_experts, with_weights
-from megatron_dppo_doctor.diagnose.ledger import (
-    ENGINE,
-    HEAD,
-    NOT_SEPARATED,
-    RECURRENCE,
-    ROUTER_IDS,
-    ROUTER_WEIGHTS,
-    SAMPLER,
-    STALENESS,
-    TRAINER,
-    UNEXPLAINED,
-    CauseScoring,
-)
+from megatron_dppo_doctor.diagnose.ledger import Cause, CauseScoring
 from megatron_dppo_doctor.diagnose.rescore import rescore_by_engine
 
 if TYPE_CHECKING:
@@ -100,29 +88,29 @@ class RunScorer:
         plain = list(samples)
         as_trained = [replace(sample, sampling_mask=None) for sample in plain] if self.has_hidden_filter else plain
         trained = self._scores(as_trained, self.replays)
-        chain: Chain = [(STALENESS, self._score_at_versions(versions, as_trained, self.replays))]
+        chain: Chain = [(Cause.STALENESS, self._score_at_versions(versions, as_trained, self.replays))]
         if self.has_hidden_filter:
-            chain.append((SAMPLER, self._score_at_versions(versions, plain, self.replays)))
+            chain.append((Cause.SAMPLER, self._score_at_versions(versions, plain, self.replays)))
         if self.trainer.routing_shape is not None and plain[0].routed_experts is not None:
             if self.replays == "none":
-                chain.append((ROUTER_IDS, self._score_at_versions(versions, plain, "ids")))
+                chain.append((Cause.ROUTER_IDS, self._score_at_versions(versions, plain, "ids")))
             # Routes have combine weights.
             if self.config.train.router_replay_weights and self.replays != "weights":
-                chain.append((ROUTER_WEIGHTS, self._score_at_versions(versions, plain, "weights")))
+                chain.append((Cause.ROUTER_WEIGHTS, self._score_at_versions(versions, plain, "weights")))
         if self.is_local:
             chain += self._score_by_engine(plain, versions)
         reported = [sample.rollout_logprobs for sample in samples]
         assert all(row is not None for row in reported)
-        last = ENGINE if self.is_local else NOT_SEPARATED
+        last = Cause.ENGINE if self.is_local else Cause.NOT_SEPARATED
         chain.append((last, [row for row in reported if row is not None]))
         return trained, chain
 
     def _score_by_engine(self, plain: Sequence[TrainingSample], versions: Sequence[Tensor]) -> Chain:
         """Score the sequences with the engines: exact, with an fp32 head, in one pass, with the engine's recurrence."""
         # Between an fp32 trainer and the exact engine no cause is known.
-        causes = [UNEXPLAINED if self.config.model.dtype == "fp32" else TRAINER, ENGINE, HEAD]
+        causes = [Cause.UNEXPLAINED if self.config.model.dtype == "fp32" else Cause.TRAINER, Cause.ENGINE, Cause.HEAD]
         if self.has_linear_attention:
-            causes.append(RECURRENCE)
+            causes.append(Cause.RECURRENCE)
 
         def score() -> list[_Scores]:
             scores: list[_Scores] = []
@@ -131,7 +119,7 @@ class RunScorer:
                 if engine is None:
                     scores.append([])
                 else:
-                    options = {"fp32_head": cause == ENGINE, "token_by_token": cause == RECURRENCE}
+                    options = {"fp32_head": cause == Cause.ENGINE, "token_by_token": cause == Cause.RECURRENCE}
                     scores.append(rescore_by_engine(engine, plain, self.config.rollout.temperature, **options))
             return scores
 
