@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 ALL = flags(
     rollout__perturbation__router_noise=0.5,
     rollout__perturbation__unrecorded_top_p=0.8,
-    rollout__temperature=0.7,
+    rollout__temperature=0.5,
     train__max_staleness=1,
     optimizer__lr=1e-3,
 )

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 
 
 def has_gone_on(folder: Path) -> bool:
-    """Whether a run has saved and then trained a further step."""
+    """Return True if a run has saved and then trained a further step."""
     saved = sorted((folder / "checkpoints").glob("step_??????"))
     return bool(saved) and (folder / "metrics.jsonl").read_text().count("\n") > int(saved[0].name.removeprefix("step_"))
 
