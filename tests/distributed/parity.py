@@ -26,7 +26,7 @@ from megatron_dppo.types import TrainingSample
 from tests.distributed.families import family_config, in_float64
 from tests.reference_run import assert_gradient
 
-STEPS, SAMPLES = 3, 16
+STEPS, SAMPLES = 3, 8
 UPDATES = int(os.environ.get("MEGATRON_DPPO_TEST_UPDATES", STEPS))
 """Updates that are compared. CI compares two."""
 LR, BETAS, EPS, CLIP = 1e-2, (0.9, 0.95), 1e-4, 1.0

@@ -222,7 +222,8 @@ def threshold_factor(x: LossInputs, c: Keys, t: int) -> float:
     if c.threshold_knee is not None:
         pi, mu, _ = probabilities(x, t)
         u = abs(math.log(pi / mu)) / x.statistics["mismatch_scale"]
-        factor *= min(1.0, max(c.threshold_floor, c.threshold_knee / u))
+        if u > 0:  # where a filter left one token, both policies have probability 1
+            factor *= min(1.0, max(c.threshold_floor, c.threshold_knee / u))
     return factor
 
 

@@ -11,6 +11,7 @@ to rows is no token: it must not enter the two losses, nor the counts by which t
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +44,8 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 MOE_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 TP = {"tensor_model_parallel_size": 2}
 CP = {"context_parallel_size": 2}
+BalanceCase = tuple[dict[str, Any], str, dict[str, Any]]
+"""A layout, a key of ``LENGTHS``, and further keys of Megatron's configuration."""
 
 
 def samples(lengths: str) -> list[TrainingSample]:
@@ -88,7 +91,19 @@ def reference(lengths: str, z_coefficient: float) -> tuple[dict[str, Tensor], fl
     return {name: value.float() for name, value in stream_model(holder)}, balance
 
 
-def run(rank: int, world_size: int, cases: list[tuple[dict[str, Any], str, dict[str, Any]]]) -> None:
+def write_references(folder: Path, cases: list[BalanceCase]) -> None:
+    """Write the references of the cases for the workers, where the folder lacks them."""
+    for _, lengths, keys in cases:
+        file = _file(folder, lengths, keys)
+        if not file.exists():
+            torch.save(reference(lengths, keys.get("moe_z_loss_coeff", 0.0)), file)
+
+
+def _file(folder: Path, lengths: str, keys: dict[str, Any]) -> Path:
+    return folder / f"{lengths} {keys.get('moe_z_loss_coeff', 0.0)}.pt"
+
+
+def run(rank: int, world_size: int, cases: list[BalanceCase], references: Path) -> None:
     """Gradient and metric of each layout, lengths, and further keys of Megatron's configuration."""
     from megatron_dppo.mcore.shims import apply_shims
 
@@ -97,7 +112,7 @@ def run(rank: int, world_size: int, cases: list[tuple[dict[str, Any], str, dict[
     from megatron.core import parallel_state
 
     for layout, lengths, keys in cases:
-        gradients, balance = reference(lengths, keys.get("moe_z_loss_coeff", 0.0))
+        gradients, balance = torch.load(_file(references, lengths, keys), weights_only=True)
         trainer = build_trainer(Case(layout, transformer=AUX | keys), hf_reference(tied=False), platform, "fp32")
         pairs = [samples(lengths)[i : i + 2] for i in range(0, 2 * MICRO_BATCHES, 2)]
         batches = [pack(pair, trainer.row_shape) for pair in pairs[trainer.dp_rank :: trainer.layout.dp]]
@@ -151,9 +166,21 @@ PP, EP = {"pipeline_model_parallel_size": 2}, {"expert_model_parallel_size": 2}
 Z = {"moe_z_loss_coeff": Z_COEFFICIENT}
 
 
-def test_one_and_two_processes() -> None:
-    run_distributed(run, 1, [({}, "even", {}), ({}, "padded", Z)])
-    plain: list[tuple[dict[str, Any], str, dict[str, Any]]] = [(layout, "even", {}) for layout in (TP, CP, {}, EP, PP)]
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the references, which tests share."""
+    return tmp_path_factory.mktemp("references")
+
+
+def check(processes: int, cases: list[BalanceCase], references: Path) -> None:
+    """Compare the cases with their references, which are computed once."""
+    write_references(references, cases)
+    run_distributed(run, processes, cases, references)
+
+
+def test_one_and_two_processes(references: Path) -> None:
+    check(1, [({}, "even", {}), ({}, "padded", Z)], references)
+    plain: list[BalanceCase] = [(layout, "even", {}) for layout in (TP, CP, {}, EP, PP)]
     padded = [
         (TP, "padded", Z),
         (TP, "short", MOE_RECOMPUTED),
@@ -162,12 +189,12 @@ def test_one_and_two_processes() -> None:
         ({}, "padded", {}),
         (EP, "padded", {}),
     ]
-    run_distributed(run, 2, plain + padded)
+    check(2, plain + padded, references)
 
 
-def test_four_processes() -> None:
+def test_four_processes(references: Path) -> None:
     cases = [({**TP, **CP}, "padded", Z), ({**TP, **PP}, "padded", MOE_RECOMPUTED), ({**CP, **PP}, "short", RECOMPUTED)]
-    run_distributed(run, 4, [*cases, ({**TP, **PP}, "even", {})])
+    check(4, [*cases, ({**TP, **PP}, "even", {})], references)
 
 
 def test_biases_of_routers_move_by_the_tokens_alone() -> None:

@@ -6,7 +6,7 @@ model (4 layers, hidden size 64), where one rounded router choice may send a tok
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -73,6 +73,14 @@ class HalfPrecision:
     exact: Any
     peer: Any
     samples: list[TrainingSample]
+    _gradients: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=dict)
+
+    def gradients(self, variant: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the gradients in float64 and those of transformers in half precision, which are computed once."""
+        if variant not in self._gradients:
+            exact, peer = (gradients(model, self.samples, variant) for model in (self.exact, self.peer))
+            self._gradients[variant] = exact, peer
+        return self._gradients[variant]
 
     @cached_property
     def rounded_weights(self) -> dict[str, Tensor]:
@@ -88,7 +96,7 @@ def half_precision(case: Case, dtype: str) -> HalfPrecision:
             parameter.data = parameter.data.to(DTYPES[dtype]).float()
     exact = in_float64(rounded)
     with torch.no_grad():
-        samples = make_samples(exact)
+        samples = make_samples(exact, count=12)
     peer = build_hf_model(rounded.config, DTYPES[dtype])
     peer.load_state_dict(rounded.state_dict())
     return HalfPrecision(rounded, exact, peer, samples)
@@ -124,8 +132,7 @@ def run(rank: int, world_size: int, dtype: str, cases: list[tuple[Case, bool]]) 
             parameter = next(trainer.models[0].parameters())
             assert parameter.main_grad.dtype == (torch.float32 if in_fp32 else DTYPES[dtype])
             result = on_cpu(trainer.bridge.export(gradient_reader(trainer)))
-            expected = gradients(models.exact, models.samples, variant)
-            peer_result = gradients(models.peer, models.samples, variant)
+            expected, peer_result = models.gradients(variant)
             ours, others = 1 - cosine(result, expected), 1 - cosine(peer_result, expected)
             size = abs(norm(result) / scale / norm(expected) - 1)
             what = f"{dtype} {describe(case)} {variant}"

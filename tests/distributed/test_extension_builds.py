@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -17,19 +16,14 @@ from torch.utils.file_baton import FileBaton
 from megatron_dppo.errors import ExtensionError
 from megatron_dppo.mcore import extensions
 from megatron_dppo.mcore.extensions import load_extension, missing_build_tools
+from tests.warm import preload
 
-PACKAGE = Path(extensions.__file__).parents[2]
 ANSWER = r"""
 #include <Python.h>
 static PyObject* answer(PyObject*, PyObject*) { return PyLong_FromLong(42); }
 static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {nullptr, nullptr, 0, nullptr}};
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiny_ext", nullptr, -1, methods};
 PyMODINIT_FUNC PyInit_tiny_ext() { return PyModule_Create(&module); }
-"""
-LOAD = """
-import sys
-from megatron_dppo.mcore.extensions import load_extension
-print("answer", load_extension("tiny_ext", sys.argv[1], no_implicit_headers=True).answer())
 """
 MISSING = missing_build_tools()
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(bool(MISSING), reason=f"this machine lacks {MISSING}")]
@@ -52,14 +46,32 @@ def load() -> int:
     return int(load_extension("tiny_ext", ANSWER, no_implicit_headers=True).answer())
 
 
-def start() -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", LOAD, ANSWER],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)},
-    )
+class Loading:
+    """A process that loads the extension, forked from one that has imported torch."""
+
+    def __init__(self, folder: Path) -> None:
+        self._output = folder / f"output-{len(list(folder.glob('output-*')))}"
+        self._output.touch()
+        self.process = preload().Process(target=_load, args=(dict(os.environ), self._output))
+        self.process.start()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def result(self) -> str:
+        """Return what it has printed at its end."""
+        self.process.join(60)
+        text = self._output.read_text()
+        assert self.process.exitcode == 0, text
+        return text
+
+
+def _load(environment: dict[str, str], output: Path) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    with output.open("w") as file, redirect_stdout(file):
+        print("answer", load())
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -79,10 +91,9 @@ def test_a_run_goes_on_after_another_was_killed_while_it_compiled(
     tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "closed").touch()
-    killed = start()
+    killed = Loading(tmp_path)
     os.killpg(compiling(tmp_path), signal.SIGKILL)
     killed.kill()
-    killed.wait()
     (left,) = cache.glob("tiny_ext-*.build-*")
     # That file is what a process waits for without end that calls torch's load_inline in that folder.
     assert not FileBaton(str(left / "lock")).try_acquire()
@@ -95,25 +106,24 @@ def test_a_run_goes_on_after_another_was_killed_while_it_compiled(
 
 def test_a_build_ends_without_the_run_that_started_it_and_serves_the_next(tmp_path: Path) -> None:
     (tmp_path / "closed").touch()
-    killed = start()
+    killed = Loading(tmp_path)
     compiling(tmp_path)
     killed.kill()
-    killed.wait()
-    following = start()
-    with pytest.raises(subprocess.TimeoutExpired):
-        following.wait(8)
+    following = Loading(tmp_path)
+    following.process.join(2)
+    assert following.process.is_alive()
     (tmp_path / "closed").unlink()
-    text, _ = following.communicate(timeout=60)
+    text = following.result()
     assert text.endswith("answer 42\n") and "compiling" not in text
 
 
 def test_processes_that_start_at_once_compile_once(tmp_path: Path) -> None:
     (tmp_path / "closed").touch()
-    processes = [start() for _ in range(3)]
+    processes = [Loading(tmp_path) for _ in range(3)]
     compiling(tmp_path)
     calls = len((tmp_path / "calls").read_text().split())
     (tmp_path / "closed").unlink()
-    texts = [process.communicate(timeout=60)[0] for process in processes]
+    texts = [process.result() for process in processes]
     assert all(text.endswith("answer 42\n") for text in texts), texts
     assert sum("compiling" in text for text in texts) == 1
     once = len((tmp_path / "calls").read_text().split())
@@ -135,15 +145,15 @@ def test_a_builder_that_lives_for_too_long_is_named_with_its_lock(
 ) -> None:
     monkeypatch.setattr(extensions, "WAIT_SECONDS", 0.5)
     (tmp_path / "closed").touch()
-    other = start()
+    other = Loading(tmp_path)
     try:
         compiling(tmp_path)
         (lock,) = cache.glob("*.lock")
-        with pytest.raises(ExtensionError, match=f"{re.escape(str(lock))} .*process {other.pid} on"):
+        with pytest.raises(ExtensionError, match=f"{re.escape(str(lock))} .*process {other.process.pid} on"):
             load()
     finally:
         (tmp_path / "closed").unlink()
-        other.communicate(timeout=60)
+        other.result()
 
 
 def test_what_is_missing_or_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +167,8 @@ def test_what_is_missing_or_wrong_is_named(tmp_path: Path, monkeypatch: pytest.M
         load()
 
 
-def test_a_damaged_library_is_named(cache: Path) -> None:
-    assert start().wait(60) == 0
+def test_a_damaged_library_is_named(tmp_path: Path, cache: Path) -> None:
+    Loading(tmp_path).result()
     (library,) = cache.glob("*/tiny_ext.so")
     library.write_bytes(library.read_bytes()[:100])
     with pytest.raises(ExtensionError, match=f"{re.escape(str(library))} cannot be loaded"):

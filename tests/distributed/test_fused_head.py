@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
@@ -300,36 +301,46 @@ def check_equal_on_all_ranks(values: list[Tensor], group: dist.ProcessGroup | No
         assert all(torch.equal(part.nan_to_num(7.0), value.nan_to_num(7.0)) for part in parts), where
 
 
+def check_two_chunks_in_flight(group: dist.ProcessGroup | None) -> None:
+    """As on CUDA."""
+    with patch.object(fused_head_loss, "chunks_in_flight", return_value=2):
+        check_mode_b(make_head_problem(BASE), group, "dppo_topk_tv", 4)
+        check_mode_b(make_head_problem(BF16), group, "dppo_topk_kl", 9, topk_sums)
+        check_mode_b(make_head_problem(BASE.but(filtered=True)), group, "entropy bonus", 4)
+
+
+def all_checks(group: dist.ProcessGroup | None) -> Iterator[Callable[[], None]]:
+    """Yield every check of every case, ready to run in a group."""
+    for number, case in enumerate(CASES):
+        yield partial(check_mode_a, make_head_problem(case), group, (None, 5, 7)[number % 3])
+        if case.k == 5 and case.vocab_size > 5:
+            chunk = (9, 1, 50)[number % 3]
+            yield partial(check_mode_b, make_head_problem(case), group, "dppo_topk_tv", chunk)
+            yield partial(check_mode_b, make_head_problem(case), group, "dppo_topk_kl", chunk, topk_sums)
+            yield partial(check_mode_b, make_head_problem(case), group, "dppo_topk_tv", chunk, topk_sums)
+    for number, name in enumerate(TOKEN_LOSSES):
+        case = (BASE, BF16)[number % 2].but(seed=number)
+        yield partial(check_mode_b, make_head_problem(case), group, name, 9)
+        if "predictive" in name and "centered" not in name:
+            yield partial(check_mode_b, make_head_problem(case), group, name, 9, predictive_sums)
+    for case in (BASE.but(holes=True, dtype=torch.float64), BASE.but(vocab_size=33)):
+        yield partial(check_mode_b, make_head_problem(case), group, "score centering", 9)
+        yield partial(check_mode_b, make_head_problem(case), group, "dppo_binary_tv centered", 9)
+        yield partial(check_mode_b, make_head_problem(case), group, "dppo_topk_tv predictive", 9)
+    yield partial(check_two_chunks_in_flight, group)
+    for case in (BASE, BASE.but(filtered=True)):
+        yield partial(check_plan, make_head_problem(case), group)
+    for check in (check_main_grad, check_nan, check_bad_input):
+        yield partial(check, group)
+
+
 def check_everything(rank: int, world_size: int) -> None:
+    """Run all checks on one, two and four shards; groups of the same size share them."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     groups = {1: None, 2: pairs[rank // 2], WORLD: dist.new_group(list(range(WORLD)))}
-    for size in sorted(groups):
-        group = groups[size]
-        for number, case in enumerate(CASES):
-            check_mode_a(make_head_problem(case), group, (None, 5, 7)[number % 3])
-            if case.k == 5 and case.vocab_size > 5:
-                chunk = (9, 1, 50)[number % 3]
-                check_mode_b(make_head_problem(case), group, "dppo_topk_tv", chunk)
-                check_mode_b(make_head_problem(case), group, "dppo_topk_kl", chunk, topk_sums)
-                check_mode_b(make_head_problem(case), group, "dppo_topk_tv", chunk, topk_sums)
-        for number, name in enumerate(TOKEN_LOSSES):
-            case = (BASE, BF16)[number % 2].but(seed=number)
-            check_mode_b(make_head_problem(case), group, name, 9)
-            if "predictive" in name and "centered" not in name:
-                check_mode_b(make_head_problem(case), group, name, 9, predictive_sums)
-        for case in (BASE.but(holes=True, dtype=torch.float64), BASE.but(vocab_size=33)):
-            check_mode_b(make_head_problem(case), group, "score centering", 9)
-            check_mode_b(make_head_problem(case), group, "dppo_binary_tv centered", 9)
-            check_mode_b(make_head_problem(case), group, "dppo_topk_tv predictive", 9)
-        with patch.object(fused_head_loss, "chunks_in_flight", return_value=2):  # as on CUDA
-            check_mode_b(make_head_problem(BASE), group, "dppo_topk_tv", 4)
-            check_mode_b(make_head_problem(BF16), group, "dppo_topk_kl", 9, topk_sums)
-            check_mode_b(make_head_problem(BASE.but(filtered=True)), group, "entropy bonus", 4)
-        for case in (BASE, BASE.but(filtered=True)):
-            check_plan(make_head_problem(case), group)
-        check_main_grad(group)
-        check_nan(group)
-        check_bad_input(group)
+    for size, group in groups.items():
+        for check in islice(all_checks(group), rank // size, None, WORLD // size):
+            check()
 
 
 @pytest.mark.distributed

@@ -29,26 +29,27 @@ def test_one_process_equals_transformers() -> None:
 
 def test_two_processes_equal_transformers() -> None:
     cases = [
-        Case(TP),
         Case(TP, tied=True),
         Case(TP, shared=True),
         Case(EP, shared=True),
         Case(CP),
-        Case(TP, dense=True),
         Case({**TP, "sequence_parallel": False}, dense=True, tied=True),
         Case(PP, dense=True, tied=True),
-        Case(PP),
         Case(PP, dense_layers=(2,)),
         Case(PP, tied=True),
-        Case({**PP, "virtual_pipeline_model_parallel_size": 2}),
-        Case({**PP, "virtual_pipeline_model_parallel_size": 2}, dense_layers=(2,)),
-        Case(EP),
+        Case(VPP, dense_layers=(2,)),
         Case({**TP, "expert_tensor_parallel_size": 2}, dense_layers=(2,)),
         Case({}),
         Case({"use_distributed_optimizer": False}),
         Case({"overlap_grad_reduce": True, "overlap_param_gather": True}),
     ]
     run_distributed(run, 2, cases)
+
+
+# The cases above have these layouts with one thing more.
+@pytest.mark.long
+def test_two_processes_with_plain_models_equal_transformers() -> None:
+    run_distributed(run, 2, [Case(TP), Case(TP, dense=True), Case(PP), Case(VPP), Case(EP)])
 
 
 def test_uneven_pipelines_equal_transformers() -> None:

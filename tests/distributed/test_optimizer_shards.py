@@ -19,8 +19,9 @@ pytestmark = pytest.mark.distributed
 LAYOUTS: list[dict[str, Any]] = [
     {"expert_model_parallel_size": 2},  # dense weights on four ranks, experts on two
     {"tensor_model_parallel_size": 2},  # a vocabulary of 117 is padded
-    {"pipeline_model_parallel_size": 2},
 ]
+PIPELINE: list[dict[str, Any]] = [{"pipeline_model_parallel_size": 2}]
+"""Other layers on each rank, in the same boxes."""
 SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 2)]
 
 
@@ -78,7 +79,7 @@ def own_format(trainer: Any) -> None:
         del part.sharded_param_state_fully_reshardable, part.load_parameter_state_from_fully_reshardable
 
 
-def boxes_and_own_format(rank: int, world_size: int, path: str) -> None:
+def boxes_and_own_format(rank: int, world_size: int, layouts: list[dict[str, Any]], path: str) -> None:
     from megatron_dppo.mcore.shims import apply_shims
 
     here = Platform.detect(force_cpu=True)
@@ -87,7 +88,7 @@ def boxes_and_own_format(rank: int, world_size: int, path: str) -> None:
 
     from megatron_dppo.mcore.optimizer_shards import use_box_sharding
 
-    for i, layout in enumerate(LAYOUTS):
+    for i, layout in enumerate(layouts):
         trainer = build_trainer(Case(layout), HFSide(Case(layout)).model, here, "bf16")
         folder = Path(path) / str(i)
         seeded = fill(trainer, 1)
@@ -118,5 +119,6 @@ def compare(result: list[torch.Tensor], expected: list[torch.Tensor], what: str)
         assert torch.equal(a, b), f"{what}: state {i} of {len(expected)} differs"
 
 
-def test_boxes_are_megatrons_own_format_and_all_ranks_write(tmp_path: Path) -> None:
-    run_distributed(boxes_and_own_format, 4, str(tmp_path))
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(PIPELINE, marks=pytest.mark.long)], ids=["", "pipeline"])
+def test_boxes_are_megatrons_own_format_and_all_ranks_write(layouts: list[dict[str, Any]], tmp_path: Path) -> None:
+    run_distributed(boxes_and_own_format, 4, layouts, str(tmp_path))

@@ -36,7 +36,7 @@ SAMPLED = (1, 3, 10, 11)
 
 @pytest.fixture(scope="module")
 def rehearsals() -> Iterator[RehearsalPool]:
-    with RehearsalPool(2) as rehearsals:
+    with RehearsalPool(1) as rehearsals:
         yield rehearsals
 
 
@@ -48,7 +48,8 @@ def test_a_rehearsed_rank_is_like_the_real_one(
     world_size: int, case: Case, dtype: str, tmp_path: Path, rehearsals: RehearsalPool
 ) -> None:
     real_ranks = real(case, world_size, tmp_path, dtype)
-    compared = sorted({0, world_size - 1})
+    # Without a pipeline all ranks are alike.
+    compared = sorted({0, world_size - 1}) if case.parallel.keys() & PP.keys() else [0]
     planned = rehearsals.run([rehearsal_request(case, world_size, rank, dtype) for rank in compared])
     for rank, result in zip(compared, planned, strict=True):
         expected = real_ranks[rank]

@@ -1,4 +1,4 @@
-"""One warmed-up model for all runs of this folder."""
+"""The example's base model for all runs of this folder."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 import tests.shims  # noqa: F401
-from tests.e2e.bases import chain_sum_base
-from tests.e2e.runs import from_base, train
+from tests.e2e.runs import BASE_MODEL, from_base, train
 
 
 @pytest.fixture(scope="session")
 def base_model() -> Path:
-    """A Hugging Face folder after a short supervised training: weights, config and tokenizer."""
-    return chain_sum_base(700, processes=2)
+    """The Hugging Face folder of the example, which ``megatron-dppo base`` made: weights, config and tokenizer."""
+    return BASE_MODEL
 
 
 @pytest.fixture(scope="session")
@@ -30,8 +29,8 @@ def base_run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     if complete:
         return complete[0].parent
     folder = Path(tempfile.mkdtemp(dir=shared or tmp_path_factory.mktemp("base"))) / "run"
-    arguments = from_base(base_model, run__output_dir=folder, run__num_steps=25, eval__every=25)
-    result = train(arguments, processes=2, torchrun=True)
+    settings = {"run__num_steps": 25, "rollout__samples_per_prompt": 8, "eval__every": 25}
+    result = train(from_base(base_model, run__output_dir=folder, **settings), processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
     (folder / "output.txt").write_text(result.stdout)
     return folder
@@ -39,7 +38,7 @@ def base_run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture
 def short_run(base_model: Path, tmp_path: Path) -> list[str]:
-    """Arguments of a small run from the warmed-up model, in ``tmp_path / "run"``."""
+    """Arguments of a small run from the base model, in ``tmp_path / "run"``."""
     return from_base(
         base_model,
         run__output_dir=tmp_path / "run",
@@ -48,5 +47,6 @@ def short_run(base_model: Path, tmp_path: Path) -> list[str]:
         rollout__samples_per_prompt=4,
         eval__max_prompts=8,
         log__tensorboard="false",
+        log__curves="false",
         parallel__expert_model_parallel_size=1,
     )

@@ -13,11 +13,14 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import torch.distributed as dist
 
 from tests.warm import preload
@@ -48,22 +51,55 @@ def train_forked(
     Raises:
         TimeoutError: they ran longer.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = preload()
-        environments = [environment | _variables(rank, processes, store.port) for rank in range(processes)]
-        common = (folder, entry, cwd or Path.cwd())
-        ranks = [context.Process(target=_rank, args=(arguments, each, *common)) for each in environments]
-        for rank in ranks:
-            rank.start()
+    with _ranks(arguments, environment, processes, entry, cwd) as (folder, ranks):
         try:
             _join(ranks, time.monotonic() + timeout)
         finally:
             _end(ranks)
         codes = [rank.exitcode or 0 for rank in ranks]
-        output, errors = (_read(Path(folder), name) for name in ("out", "err"))
+        output, errors = (_read(folder, name) for name in ("out", "err"))
     failed = next((code for code in codes if code), 0)
     return subprocess.CompletedProcess(arguments, 1 if failed and processes > 1 else failed, output, errors)
+
+
+def kill_forked_when(
+    happened: Callable[[], bool], arguments: list[str], environment: dict[str, str], processes: int, timeout: float
+) -> None:
+    """Start ``python -m megatron_dppo.train ARGUMENTS`` and kill all its processes as soon as something happened."""
+    with _ranks(arguments, environment, processes, "train", None) as (folder, ranks):
+        deadline = time.monotonic() + timeout
+        while not happened():
+            assert all(rank.is_alive() for rank in ranks), _read(folder, "out") + _read(folder, "err")
+            assert time.monotonic() < deadline, f"it has not happened in {timeout} s"
+            time.sleep(0.002)
+        members = [psutil.Process(rank.pid) for rank in ranks]
+        family = [child for member in members for child in member.children(recursive=True)]
+        for member in [*family, *members]:
+            member.kill()
+        psutil.wait_procs(family, timeout=10)
+
+
+@contextmanager
+def _ranks(
+    arguments: list[str], environment: dict[str, str], processes: int, entry: str, cwd: Path | None
+) -> Iterator[tuple[Path, list[BaseProcess]]]:
+    """Start the ranks; yields the folder of their output and their processes, which have ended afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = preload()
+        environments = [environment | _variables(rank, processes, store.port) for rank in range(processes)]
+        common = (folder, entry, cwd or Path.cwd())
+        ranks: list[BaseProcess] = [
+            context.Process(target=_rank, args=(arguments, each, *common)) for each in environments
+        ]
+        for rank in ranks:
+            rank.start()
+        try:
+            yield Path(folder), ranks
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
 
 
 def _variables(rank: int, processes: int, port: int) -> dict[str, str]:

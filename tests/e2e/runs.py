@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.forked import train_forked
+from tests.e2e.forked import kill_forked_when, train_forked
 from tests.metrics_page import undocumented
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples/chain_sum/dppo.toml"
+BASE_MODEL = CONFIG.parent / "model"
 
 
 def command(arguments: list[str], processes: int, config: Path = CONFIG) -> list[str]:
@@ -56,13 +57,18 @@ def train(
     )
 
 
+def kill_when_exists(path: Path, arguments: list[str]) -> None:
+    """Start a run of the example on two ranks, and kill it as soon as the path exists."""
+    kill_forked_when(path.exists, [str(CONFIG), *arguments], environment(), 2, timeout=180)
+
+
 def flags(**values: Any) -> list[str]:
     """``flags(run__num_steps=3)`` -> ``["--run.num_steps", "3"]``."""
     return [part for key, value in values.items() for part in (f"--{key.replace('__', '.')}", str(value))]
 
 
 def from_base(base_model: Path, **more: Any) -> list[str]:
-    """``flags`` of a run from the warmed-up model."""
+    """``flags`` of a run from the base model."""
     return flags(model__path=base_model, **more)
 
 

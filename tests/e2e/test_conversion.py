@@ -17,6 +17,7 @@ from megatron_dppo.hf.weight_files import FolderWeights
 from megatron_dppo_convert.upcycled_config import Upcycling
 from megatron_dppo_convert.upcycling import upcycle_folder
 from tests.distributed.parity import hf_config, hf_reference
+from tests.e2e.forked import train_forked
 from tests.e2e.runs import ROOT, environment
 
 pytestmark = pytest.mark.e2e
@@ -32,13 +33,14 @@ SIZES = {"vocab_size": 117, "hidden_size": 64, "intermediate_size": 96, "num_hid
 """Configuration of a dense model."""
 
 
-def tool(name: str, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    is_script = name.endswith(".py")
-    program = [str(ROOT / "tools" / name)] if is_script else ["-m", "megatron_dppo.commands.main", "convert", name]
-    command = [*launcher, *program, *arguments]
+def convert(name: str, *arguments: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    """``megatron-dppo convert NAME ARGUMENTS``."""
+    return train_forked(["convert", name, *arguments], environment(), processes, timeout=300, entry="main")
+
+
+def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A file of ``tools`` in a process of its own."""
+    command = [sys.executable, str(ROOT / "tools" / name), *arguments]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -52,32 +54,32 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_there_on_two_processes_and_back_on_one_is_bitwise(hf_folder: Path, tmp_path: Path) -> None:
     checkpoint, back = str(tmp_path / "megatron"), str(tmp_path / "back")
-    there = tool("hf-to-megatron", str(hf_folder), checkpoint, *LAYOUT, "2", processes=2)
+    there = convert("hf-to-megatron", str(hf_folder), checkpoint, *LAYOUT, "2", processes=2)
     assert there.returncode == 0, there.stderr
     assert there.stdout.count("wrote") == 1
-    second = tool("megatron-to-hf", checkpoint, str(hf_folder), back, *LAYOUT, "1")
+    second = convert("megatron-to-hf", checkpoint, str(hf_folder), back, *LAYOUT, "1")
     assert second.returncode == 0, second.stderr
     result, reference = FolderWeights(back), FolderWeights(hf_folder)
     assert result.names() == reference.names()
     assert all(torch.equal(result[name], reference[name]) for name in reference.names())
-    taken = tool("convert_hf_to_megatron.py", str(hf_folder), checkpoint, *LAYOUT, "1")
+    taken = script("convert_hf_to_megatron.py", str(hf_folder), checkpoint, *LAYOUT, "1")
     assert taken.returncode == 2 and "already exists" in taken.stderr
 
     weights = load_file(Path(back) / "model.safetensors")
     weights["model.layers.2.mlp.experts.5.up_proj.weight"][3, 4] += 1e-3
     save_file(weights, Path(back) / "model.safetensors", metadata={"format": "pt"})
-    checked = tool("check_conversion.py", back, "--checkpoint", checkpoint, *LAYOUT, "1")
+    checked = script("check_conversion.py", back, "--checkpoint", checkpoint, *LAYOUT, "1")
     assert checked.returncode == 1
     assert "model.layers.2.mlp.experts.5.up_proj.weight differs by up to 1.0e-03" in checked.stdout
 
 
 def test_quantised_export_is_the_quantised_folder_and_nothing_is_overwritten(hf_folder: Path, tmp_path: Path) -> None:
     checkpoint, direct, out = (str(tmp_path / name) for name in ("megatron", "direct", "out"))
-    assert tool("convert_hf_to_megatron.py", str(hf_folder), checkpoint, "--dtype", "bf16").returncode == 0
-    done = tool("quantize_hf.py", str(hf_folder), direct, "--format", "fp8")
+    assert convert("hf-to-megatron", str(hf_folder), checkpoint, "--dtype", "bf16").returncode == 0
+    done = convert("quantize", str(hf_folder), direct, "--format", "fp8")
     assert done.returncode == 0 and f"wrote {direct}: 112 weights in fp8" in done.stdout, done.stderr
     arguments = [checkpoint, str(hf_folder), out, "--quantize", "fp8", "--expert-model-parallel-size", "2"]
-    exported = tool("convert_megatron_to_hf.py", *arguments, processes=2)
+    exported = convert("megatron-to-hf", *arguments, processes=2)
     assert exported.returncode == 0, exported.stderr
     result, wanted = (
         {name: w for file in Path(folder).glob("*.safetensors") for name, w in load_file(file).items()}
@@ -92,16 +94,16 @@ def test_quantised_export_is_the_quantised_folder_and_nothing_is_overwritten(hf_
         ("convert_megatron_to_hf.py", arguments),
         ("quantize_hf.py", [str(hf_folder), out, "--format", "fp8"]),
     ):
-        refused = tool(name, *taken)
+        refused = script(name, *taken)
         assert refused.returncode == 2 and "already exists" in refused.stderr
     assert (Path(out) / "config.json").stat().st_mtime_ns == before
-    twice = tool("quantize_hf.py", direct, str(tmp_path / "twice"), "--format", "fp8")
+    twice = convert("quantize", direct, str(tmp_path / "twice"), "--format", "fp8")
     assert twice.returncode == 2 and "quantization_config = 'fp8', which is not supported" in twice.stderr
     assert not (tmp_path / "twice").exists()
 
 
 def test_check_of_a_good_folder_under_tensor_parallelism(hf_folder: Path) -> None:
-    done = tool("check_conversion.py", str(hf_folder), *LAYOUT, "1", "--tensor-model-parallel-size", "2", processes=2)
+    done = convert("check", str(hf_folder), *LAYOUT, "1", "--tensor-model-parallel-size", "2", processes=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the same: every weight bit for bit" in done.stdout
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.forked import train_forked
 from tests.e2e.runs import environment, flags, step_records, train
 
 pytestmark = pytest.mark.e2e
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.e2e
 ALL = flags(
     rollout__perturbation__router_noise=0.5,
     rollout__perturbation__unrecorded_top_p=0.8,
-    rollout__temperature=0.7,
+    rollout__temperature=0.5,
     train__max_staleness=1,
     optimizer__lr=1e-3,
 )
@@ -27,16 +26,8 @@ def diagnosed(folder: Path, *overrides: str, processes: int = 1) -> dict[str, An
     before = {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file() and file.name[0] != "."}
     target = folder.with_name("ledger.json")
     target.unlink(missing_ok=True)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), "-m", "megatron_dppo.commands.main", "diagnose"]
-    done = subprocess.run(
-        [*command, str(folder), "--json", str(target), *overrides],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=420,
-        check=False,
-    )
+    arguments = ["diagnose", str(folder), "--json", str(target), *overrides]
+    done = train_forked(arguments, environment(), processes, timeout=420, entry="main")
     assert done.returncode == 0, done.stdout + done.stderr
     after = {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file() and file.name[0] != "."}
     assert before == after, "nothing of the run is written"

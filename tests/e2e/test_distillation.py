@@ -1,4 +1,4 @@
-"""Whole runs with a teacher: the warmed-up model learns from what 25 steps of DPPO made of it, without a reward."""
+"""Whole runs with a teacher: the base model learns from what 25 steps of DPPO made of it, without a reward."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from statistics import fmean, median
 
 import pytest
 
-from tests.e2e.bases import chain_sum_base
-from tests.e2e.runs import from_base, records, step_records, train
+from tests.e2e.runs import BASE_MODEL, from_base, records, step_records, train
 
 pytestmark = pytest.mark.e2e
 
@@ -29,7 +28,7 @@ def student(base_run: Path, folder: Path, **more: object) -> list[str]:
         distillation__teacher_path=base_run / "hf",
         distillation__task_reward="false",
     )
-    return from_base(chain_sum_base(700, processes=2), **settings | more)
+    return from_base(BASE_MODEL, **settings | more)
 
 
 def test_a_student_comes_to_its_teacher_and_to_what_it_can_do(base_run: Path, tmp_path: Path) -> None:

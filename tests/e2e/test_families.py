@@ -62,6 +62,7 @@ def test_a_run_of_a_family(family: str, layout: dict[str, int], tmp_path: Path) 
         rollout__dtype="fp32",
         reward__function=f"{tmp_path}/lengths.py:score",
         checkpoint__export_hf="true",
+        log__curves="false",
         checkpoint__accept_changes="true",  # the number of steps
         **replay,
     )

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.runs import flags, from_base, records, step_records, train
+from tests.e2e.runs import flags, from_base, kill_when_exists, records, step_records, train
 from tests.e2e.test_losses import SAME_WEIGHTS
-from tests.e2e.test_resume import assert_same_run, kill_all, start, wait_for
+from tests.e2e.test_resume import assert_same_run
 
 pytestmark = pytest.mark.e2e
 
@@ -56,9 +56,7 @@ def test_killed_with_partial_rollouts_in_the_checkpoint_and_resumed_equals_unint
     whole = train([*arguments, *flags(run__output_dir=tmp_path / "whole")], processes=2)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     arguments += flags(run__output_dir=tmp_path / "run")
-    process = start(arguments)
-    wait_for(tmp_path / "run/checkpoints/step_000003.partial", process)
-    kill_all(process)
+    kill_when_exists(tmp_path / "run/checkpoints/step_000003.partial", arguments)
     saved = [b"counts" in load_file(p)["tree"].numpy().tobytes() for p in tmp_path.glob("run/*/step_000002/rollouts_*")]
     assert saved and any(saved), "the checkpoint holds no sampling mask: this test would prove nothing"
     result = train(arguments, processes=2)

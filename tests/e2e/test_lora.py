@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dppo.hf.weight_files import FolderWeights
-from tests.e2e.runs import ROOT, environment, flags, from_base, step_records, train, without_timings
+from tests.e2e.forked import train_forked
+from tests.e2e.runs import environment, flags, from_base, step_records, train, without_timings
 from tests.reference_run import assert_trains
 
 pytestmark = pytest.mark.e2e
@@ -37,6 +36,7 @@ def run_flags(base_model: Path) -> list[str]:
         eval__max_prompts=4,
         rollout__dtype="fp32",
         checkpoint__save_every=1,
+        log__curves="false",
     )
 
 
@@ -97,10 +97,8 @@ def test_a_checkpoint_becomes_a_hugging_face_folder(folder: Path, base_model: Pa
     newest = folder / f"checkpoints/step_{STEPS:06d}"
     size = sum(file.stat().st_size for file in newest.glob("*.distcp"))
     assert size < os.path.getsize(base_model / "model.safetensors") * 3, "it holds adapters, not the base model"
-    tool = [sys.executable, str(ROOT / "tools/convert_megatron_to_hf.py"), str(newest), str(base_model)]
-    result = subprocess.run(
-        [*tool, str(tmp_path / "hf"), "--dtype", "fp32"], env=environment(), capture_output=True, text=True, check=False
-    )
+    arguments = ["convert", "megatron-to-hf", str(newest), str(base_model), str(tmp_path / "hf"), "--dtype", "fp32"]
+    result = train_forked(arguments, environment(), 1, timeout=240, entry="main")
     assert result.returncode == 0, result.stderr
     actual, expected = FolderWeights(tmp_path / "hf"), FolderWeights(folder / "hf")
     assert all(torch.equal(actual[name], expected[name]) for name in expected.names())

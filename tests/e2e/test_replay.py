@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 import transformers
 
 from megatron_dppo.errors import CheckpointError, ConfigError
+from tests.e2e.forked import train_forked
 from tests.e2e.runs import environment, flags, step_records, train
 
 pytestmark = pytest.mark.e2e
@@ -41,16 +41,8 @@ def replayed(
     before = {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()}
     target = folder.with_name("replay.json")
     target.unlink(missing_ok=True)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), "-m", "megatron_dppo.commands.main", "replay"]
-    done = subprocess.run(
-        [*command, str(folder), "--step", str(step), "--json", str(target), *more],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=420,
-        check=False,
-    )
+    arguments = ["replay", str(folder), "--step", str(step), "--json", str(target), *more]
+    done = train_forked(arguments, environment(), processes, timeout=420, entry="main")
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()} == before
     return done, json.loads(target.read_text()) if target.is_file() else {}
 

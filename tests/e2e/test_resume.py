@@ -9,13 +9,12 @@ import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from megatron_dppo.commands.main import train_main
 from megatron_dppo.hf.weight_files import FolderWeights
-from tests.e2e.runs import CONFIG, command, environment, flags, from_base, train, without_timings
+from tests.e2e.runs import CONFIG, command, environment, flags, from_base, kill_when_exists, train, without_timings
 from tests.reference_run import assert_different_folders, assert_trains
 
 pytestmark = pytest.mark.e2e
@@ -41,6 +40,7 @@ def run_flags(base_model: Path) -> list[str]:
         train__layer_noise__lr=0.05,
         checkpoint__save_every=1,
         checkpoint__keep=2,
+        log__curves="false",
     )
 
 
@@ -77,15 +77,6 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, f"{path} never appeared"
         time.sleep(0.002)
-
-
-def kill_all(process: subprocess.Popen[str]) -> None:
-    """SIGKILL for torchrun and for exactly the processes that it started."""
-    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for member in family:
-        member.kill()
-    psutil.wait_procs(family[:-1], timeout=10)
-    process.communicate()
 
 
 def test_dynamic_sampling_replaced_groups_without_signal(uninterrupted: Path) -> None:
@@ -138,9 +129,7 @@ def test_killed_in_mid_save_and_resumed_equals_uninterrupted(
     run_flags: list[str], uninterrupted: Path, tmp_path: Path
 ) -> None:
     arguments = [*run_flags, *flags(run__output_dir=tmp_path / "run")]
-    process = start(arguments)
-    wait_for(tmp_path / "run/checkpoints/step_000003.partial", process)
-    kill_all(process)
+    kill_when_exists(tmp_path / "run/checkpoints/step_000003.partial", arguments)
     saved = {p.name for p in (tmp_path / "run/checkpoints").iterdir()}
     assert "step_000002" in saved and "step_000003" not in saved, saved
     result = train(arguments, processes=2)

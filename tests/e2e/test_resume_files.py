@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megatron_dppo.commands.main import train_main
-from tests.e2e.runs import CONFIG, flags, train
-from tests.e2e.test_resume import assert_same_run, kill_all, start, wait_for
+from tests.e2e.runs import CONFIG, flags, kill_when_exists, train
+from tests.e2e.test_resume import assert_same_run
 from tests.unit.setup.test_served_models import served
 
 pytestmark = pytest.mark.e2e
@@ -82,9 +82,7 @@ def test_edited_files_are_refused_and_unchanged_ones_resume_bit_for_bit(
     write_files(files, tag, base_model)
     undisturbed = train(arguments(short_run, files, tmp_path / "undisturbed"), processes=2)
     assert undisturbed.returncode == 0, undisturbed.stdout + undisturbed.stderr
-    process = start(arguments(short_run, files, run))
-    wait_for(run / "checkpoints/step_000002", process)
-    kill_all(process)
+    kill_when_exists(run / "checkpoints/step_000002", arguments(short_run, files, run))
     shutil.rmtree(run / "checkpoints/step_000003", ignore_errors=True)
 
     def dry_run(*more: str) -> tuple[int, str]:

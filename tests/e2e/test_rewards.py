@@ -15,9 +15,9 @@ pytestmark = pytest.mark.e2e
 
 
 async def classify(call: Call) -> Any:
-    """Two classes; the second is a fiftieth of the text's length, and one text in about eight has no number."""
+    """Two classes; the second is a fiftieth of the text's length, and one text in about three has no number."""
     texts = call.body["text"]
-    return [{"embedding": [0.0, float("nan") if sum(map(ord, t)) % 8 == 0 else len(t) / 50]} for t in texts]
+    return [{"embedding": [0.0, float("nan") if sum(map(ord, t)) % 3 == 0 else len(t) / 50]} for t in texts]
 
 
 def test_a_run_with_a_reward_model_beside_the_right_answer_and_a_kl_penalty(

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import command, environment, flags, step_records, train
+from tests.e2e.forked import kill_forked_when
+from tests.e2e.runs import CONFIG, environment, flags, step_records, train
 
 pytestmark = pytest.mark.e2e
 
 
-def kill_when(arguments: list[str], pattern: str, log: Path) -> str:
-    """Start a run, kill it with SIGKILL once its output has the pattern, and return the output."""
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command(arguments, 1),
-            env=environment() | {"PYTHONUNBUFFERED": "1"},
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-    end = time.monotonic() + 300
-    while not re.search(pattern, log.read_text()):
-        assert process.poll() is None and time.monotonic() < end, log.read_text()
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    return log.read_text()
+def has_gone_on(folder: Path) -> bool:
+    """Return True if a run has saved and then trained a further step."""
+    saved = sorted((folder / "checkpoints").glob("step_??????"))
+    return bool(saved) and (folder / "metrics.jsonl").read_text().count("\n") > int(saved[0].name.removeprefix("step_"))
 
 
 def test_a_killed_run_continues_from_a_checkpoint_by_time(tmp_path: Path) -> None:
@@ -50,7 +34,7 @@ def test_a_killed_run_continues_from_a_checkpoint_by_time(tmp_path: Path) -> Non
         optimizer__lr_decay_style="constant",
         checkpoint__save_every_minutes=0.01,
     )
-    kill_when(arguments, r"saved    .*/step_\d+\n(.*\n)*step +\d+/400", tmp_path / "run.log")
+    kill_forked_when(lambda: has_gone_on(folder), [str(CONFIG), *arguments], environment(), 1, timeout=300)
     checkpoint = sorted((folder / "checkpoints").glob("step_??????"))[-1]
     step = int(checkpoint.name.removeprefix("step_"))
     assert 0 < step < 400

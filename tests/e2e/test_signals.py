@@ -29,6 +29,7 @@ SMALL = flags(
     checkpoint__save_every=1,
     checkpoint__keep=9,
     log__tensorboard="false",
+    log__curves="false",
 )
 REWARD = '''
 import pathlib, time

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.types import DropReason
-from tests.e2e.runs import flags, from_base, records, train, without_timings
-from tests.e2e.test_resume import assert_same_run, kill_all, start, wait_for
+from tests.e2e.runs import flags, from_base, kill_when_exists, records, train, without_timings
+from tests.e2e.test_resume import assert_same_run
 
 pytestmark = pytest.mark.e2e
 
@@ -31,6 +31,7 @@ def run_flags(base_model: Path) -> list[str]:
         eval__every=2,
         optimizer__lr=3e-3,
         checkpoint__save_every=1,
+        log__curves="false",
     )
 
 
@@ -59,9 +60,7 @@ def test_killed_with_rollouts_sampled_ahead_and_resumed_equals_uninterrupted(
     run_flags: list[str], uninterrupted: Path, tmp_path: Path
 ) -> None:
     arguments = [*run_flags, *flags(run__output_dir=tmp_path / "run", train__max_staleness=1)]
-    process = start(arguments)
-    wait_for(tmp_path / "run/checkpoints/step_000003.partial", process)
-    kill_all(process)
+    kill_when_exists(tmp_path / "run/checkpoints/step_000003.partial", arguments)
     checkpoint = tmp_path / "run/checkpoints/step_000002"
     assert {p.name for p in checkpoint.glob("rollouts_*")} == {f"rollouts_{rank:05d}.safetensors" for rank in (0, 1)}
     assert json.loads((checkpoint / "state.json").read_text())["stream"]["draws"][0][0]["sampled_at"] == 1

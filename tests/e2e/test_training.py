@@ -76,7 +76,9 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(short_run: list[str], tmp
 def test_a_solved_run_ends_well_stays_ended_and_goes_on_towards_a_higher_goal(
     short_run: list[str], tmp_path: Path
 ) -> None:
-    options = flags(run__num_steps=4, eval__every=2, checkpoint__save_every=4, train__max_staleness=1)
+    options = flags(
+        run__num_steps=4, eval__every=2, checkpoint__save_every=4, train__max_staleness=1, log__curves="true"
+    )
     folder = tmp_path / "run"
     first = train([*short_run, *options, "--eval.stop_at_accuracy", "0.0"])
     assert first.returncode == 0 and "reached eval.stop_at_accuracy = 0.0" in first.stdout, first.stderr
