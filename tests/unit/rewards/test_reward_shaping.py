@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -139,7 +140,7 @@ def test_evaluation_counts_unshaped_scores(monkeypatch: pytest.MonkeyPatch) -> N
     prompts = {"": [group.prompt for group in groups]}
     monkeypatch.setattr(evaluation, "write_sample_responses", lambda *_: [])
     parallel = SimpleNamespace(world=None)
-    values = evaluation.Evaluator(settings, prompts, stream, parallel, dp=1, dp_rank=0).evaluate(0)  # type: ignore[arg-type]
+    values = evaluation.Evaluator(settings, prompts, stream, parallel, dp=1, dp_rank=0, log=Mock()).evaluate(0)  # type: ignore[arg-type]
     names = ("accuracy", "pass_at_1", "pass_at_2")
     assert [values[f"eval/{name}"] for name in names] == [0.25, 0.25, 0.5]
 

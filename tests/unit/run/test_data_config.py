@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -256,7 +257,7 @@ def test_named_sets_are_reported_separately_and_combined(monkeypatch: pytest.Mon
     monkeypatch.setattr(evaluation, "reduce_over_samples", lambda _, metrics: local.append(metrics) or {})
     for rank in (0, 1):
         groups = SimpleNamespace(world=None)
-        evaluator = evaluation.Evaluator(configuration, read.eval_prompts, stream, groups, dp=2, dp_rank=rank)  # type: ignore[arg-type]
+        evaluator = evaluation.Evaluator(configuration, read.eval_prompts, stream, groups, 2, rank, Mock())  # type: ignore[arg-type]
         evaluator.evaluate(1)
     values = reduce_metrics(local, None)
     assert values["a/accuracy"] == sum(reward[t] for t in texts["a"]) / 4
