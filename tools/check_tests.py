@@ -12,8 +12,9 @@ Each finding is printed as ``file:line: text``; the exit code is 1 if there is o
 - *Private names of the package*: an import, an attribute of a module or class, a string or a patch that names one.
   Such a test fails when code moves, and not when it breaks. ``# reaches: why`` at the end of the line allows one.
   Private attributes of instances are passed over.
-- *Prose of error messages*: a ``match=`` with more than three words that are no key, value or name. Tests ask for the
-  class and the key; ``tests/error_texts.txt`` has the texts.
+- *Prose of error messages*: a ``match=`` with more than three words that are no key, value or name, also one that
+  comes from ``parametrize``, where ``in str(...)`` counts like ``match=``. Tests ask for the class and the key;
+  ``tests/error_texts.txt`` has the texts.
 - *Parametrizations without a case* fail when pytest collects them: this checks the setting in ``pyproject.toml``.
 
 Runs that stand still, and so equal every other, are the matter of ``tests/reference_run.py``.
@@ -138,7 +139,7 @@ def findings(source: str) -> Iterator[Finding]:
     """Yield what a file tests wrongly."""
     lines = source.splitlines()
     tree = ast.parse(source)
-    for finding in _walk(tree.body, Scope(tree.body, (), None)):
+    for finding in (*_walk(tree.body, Scope(tree.body, (), None)), *_check_parameters(tree)):
         if finding.marker not in lines[finding.line - 1]:
             yield finding
 
@@ -242,12 +243,57 @@ def _check_call(node: ast.Call) -> Iterator[Finding]:
 
 def _check_match(node: ast.Call) -> Iterator[Finding]:
     for pattern in (each.value for each in node.keywords if each.arg == "match"):
-        parts = pattern.values if isinstance(pattern, ast.JoinedStr) else [pattern]
-        text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in parts)  # type: ignore[misc]
-        # Of alternatives, the longest counts.
-        words = max((prose(part) for part in text.split("|")), key=len)
-        if len(words) > MAX_WORDS:
-            yield Finding(node.lineno, f"match= has {len(words)} words ({' '.join(words)}): keep a key, value or name")
+        yield from _check_prose(pattern)
+
+
+def _check_prose(pattern: ast.expr) -> Iterator[Finding]:
+    parts = pattern.values if isinstance(pattern, ast.JoinedStr) else [pattern]
+    text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in parts)  # type: ignore[misc]
+    # Of alternatives, the longest counts.
+    words = max((prose(part) for part in text.split("|")), key=len)
+    if len(words) > MAX_WORDS:
+        yield Finding(pattern.lineno, f"{len(words)} words of prose ({' '.join(words)}): keep a key, value or name")
+
+
+def _check_parameters(tree: ast.Module) -> Iterator[Finding]:
+    """Find prose of errors in the lists of ``parametrize``, also in a list that has a name in the same module."""
+    lists = {ast.unparse(each.targets[0]): each.value for each in tree.body if isinstance(each, ast.Assign)}
+    cells = set()
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        compared = {each.id for each in _compared_with_errors(function) if isinstance(each, ast.Name)}
+        for decorator in function.decorator_list:
+            match decorator:
+                case ast.Call(func=ast.Attribute(attr="parametrize"), args=[names, rows, *_]):
+                    parameters = ast.literal_eval(names)
+                    if isinstance(parameters, str):
+                        parameters = parameters.replace(",", " ").split()
+                    column = _text_cells(lists.get(ast.unparse(rows), rows), len(parameters))
+                    cells |= {cell for index, cell in column if parameters[index] in compared}
+    for cell in cells:
+        yield from _check_prose(cell)
+
+
+def _compared_with_errors(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """Yield the parts of ``match=``, and of what is looked for in ``str(...)``."""
+    for node in ast.walk(function):
+        match node:
+            case ast.keyword(arg="match", value=value):
+                yield from ast.walk(value)
+            case ast.Compare(left=left, ops=[ast.In()], comparators=[ast.Call(func=ast.Name(id="str"))]):
+                yield from ast.walk(left)
+
+
+def _text_cells(rows: ast.expr, num_columns: int) -> Iterator[tuple[int, ast.expr]]:
+    """Yield column and expression of each text in the rows of a list or tuple."""
+    for row in rows.elts if isinstance(rows, ast.List | ast.Tuple) else ():
+        cells = [row]
+        if isinstance(row, ast.Call) and ast.unparse(row.func) == "pytest.param":
+            cells = row.args
+        elif isinstance(row, ast.Tuple) and num_columns > 1:
+            cells = row.elts
+        for index, cell in enumerate(cells[:num_columns]):
+            if isinstance(cell, ast.JoinedStr) or (isinstance(cell, ast.Constant) and isinstance(cell.value, str)):
+                yield index, cell
 
 
 def prose(pattern: str) -> list[str]:

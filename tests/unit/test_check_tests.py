@@ -107,6 +107,29 @@ def test_a_match_keeps_keys_and_at_most_three_words(pattern: str, quote: str) ->
     assert len(list(check_tests.findings(IMPORTS + source))) == (pattern in PROSE.values())
 
 
+PARAMETERS = {
+    "match=": ("value, words", "(1, {})", "with pytest.raises(ValueError, match=words): pass", 1),
+    "escaped": ("value, words", "(1, {})", "with pytest.raises(ValueError, match=re.escape(words)): pass", 1),
+    "in str()": ("value, words", "pytest.param(1, {}, id='a')", "assert words in str(error.value)", 1),
+    "one parameter": ("words", "{}", "assert words in str(error.value)", 1),
+    "another parameter": ("words, value", "({}, 1)", "with pytest.raises(ValueError, match=value): pass", 0),
+    "no error": ("words", "{}", "assert words in text", 0),
+}
+
+
+@pytest.mark.parametrize("pattern", [*PROSE.values(), *SHORT_MATCHES.values()])
+@pytest.mark.parametrize(("names", "row", "body", "count"), PARAMETERS.values(), ids=PARAMETERS)
+def test_a_parameter_that_an_error_must_contain_is_as_short(
+    names: str, row: str, body: str, count: int, pattern: str
+) -> None:
+    rows = "[" + row.format(f'r"""{pattern}"""') + "]"
+    for source in (
+        f"@pytest.mark.parametrize('{names}', {rows})\ndef test({names}): {body}",
+        f"ROWS = {rows}\n@pytest.mark.parametrize({tuple(names.split(', '))}, ROWS)\ndef test({names}): {body}",
+    ):
+        assert len(list(check_tests.findings(IMPORTS + source))) == (count if pattern in PROSE.values() else 0), source
+
+
 @pytest.mark.parametrize("text", PRIVATE_NAMES.values(), ids=PRIVATE_NAMES)
 def test_a_private_name_of_the_package_is_found(text: str) -> None:
     markers = [finding.marker for finding in check_tests.findings(IMPORTS + text)]

@@ -149,7 +149,7 @@ SAMPLE: dict[str, Any] = {
         (Sample, SAMPLE | {"sampling_params": {"stop": []}}, "empty stop"),
         (Sample, SAMPLE | {"sampling_params": {"stop": ["a", ""]}}, "empty stop"),
         (Sample, SAMPLE | {"sampling_params": {"temperature": -1}}, "temperature"),
-        (Sample, SAMPLE | {"sampling_params": {"top_k": 0}}, "top_k = 0 leaves no token; -1 is without"),
+        (Sample, SAMPLE | {"sampling_params": {"top_k": 0}}, "top_k = 0 leaves no token; -1"),
         (Sample, SAMPLE | {"sampling_params": {"top_k": 2**31}}, "top_k"),
         (Sample, SAMPLE | {"sampling_params": {"stop": [1] * 129}}, "stop"),
         (Sample, SAMPLE | {"seq_id": 10**400}, "seq_id"),
