@@ -11,7 +11,7 @@ Each finding is printed as ``file:line: text``; the exit code is 1 if there is o
   ``assert_same_run``. A call may differ from its repetition, so that this is not one.
 - *Private names of the package*: an import, an attribute of a module or class, a string or a patch that names one.
   Such a test fails when code moves, and not when it breaks. ``# reaches: why`` at the end of the line allows one.
-  Private attributes of instances are passed over.
+  An instance counts where the test made it, or annotated it with its class.
 - *Prose of error messages*: a ``match=`` with more than three words that are no key, value or name, also one that
   comes from ``parametrize``, where ``in str(...)`` counts like ``match=``. Tests ask for the class and the key;
   ``tests/error_texts.txt`` has the texts.
@@ -66,13 +66,14 @@ class Scope:
 
     Args:
         body: Statements of the scope.
-        parameters: Names that a caller binds.
+        parameters: Arguments that a caller binds.
         outer: Scope around it.
     """
 
-    def __init__(self, body: Sequence[ast.stmt], parameters: Sequence[str], outer: Scope | None) -> None:
+    def __init__(self, body: Sequence[ast.stmt], parameters: Sequence[ast.arg], outer: Scope | None) -> None:
         self._outer = outer
-        self._values: dict[str, list[str]] = {name: [_UNKNOWN] for name in parameters}
+        self._values: dict[str, list[str]] = {each.arg: [_UNKNOWN] for each in parameters}
+        self._types = {each.arg: each.annotation for each in parameters}
         for statement in body:
             self._bind(statement)
 
@@ -92,6 +93,17 @@ class Scope:
                 return [name]
         return []
 
+    def classes(self, node: ast.expr) -> list[str]:
+        """Return the dotted names of an object's class: of a call, or of an annotated or assigned name."""
+        if isinstance(node, ast.Call):
+            return [name for name in self.resolve(node.func) if name.rpartition(".")[2][:1].isupper()]
+        if not isinstance(node, ast.Name):
+            return []
+        if node.id not in self._types:
+            return [] if self._outer is None or node.id in self._values else self._outer.classes(node)
+        made = self._types[node.id]
+        return self.classes(made) if isinstance(made, ast.Call) else self.resolve(made) if made else []
+
     def strings(self, node: ast.expr) -> list[str]:
         """Return the strings that an expression may be; none if that cannot be decided."""
         if isinstance(node, ast.Constant):
@@ -110,6 +122,7 @@ class Scope:
                 for alias in names:
                     self._add(alias.asname or alias.name, [f"{module}.{alias.name}"])
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                self._types[name] = value if isinstance(value, ast.Call) and name not in self._types else None
                 self._add(name, self.resolve(value) or [_UNKNOWN])
             case ast.For(target=ast.Name(id=name), iter=ast.Tuple(elts=parts) | ast.List(elts=parts)):
                 self._add(name, [value for part in parts for value in self._constant(part)])
@@ -148,7 +161,7 @@ def _walk(body: Sequence[ast.AST], scope: Scope) -> Iterator[Finding]:
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             statements = node.body if isinstance(node.body, list) else [ast.Expr(node.body)]
-            parameters = [each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)]
+            parameters = [each for each in ast.walk(node.args) if isinstance(each, ast.arg)]
             outside = [] if isinstance(node, ast.Lambda) else node.decorator_list
             yield from _walk(outside, scope)
             yield from _walk(statements, Scope(statements, parameters, scope))
@@ -311,7 +324,7 @@ def _check_private(node: ast.AST, scope: Scope) -> Iterator[Finding]:
         case ast.Import(names=aliases):
             names = [alias.name for alias in aliases]
         case ast.Attribute(value=value, attr=attr):
-            names = [f"{owner}.{attr}" for owner in scope.resolve(value)]
+            names = [f"{owner}.{attr}" for owner in (*scope.resolve(value), *scope.classes(value))]
         case ast.Constant(value=str(text)):
             names = [text]
         case ast.Call(args=[owner, name, *_]):

@@ -57,6 +57,10 @@ PRIVATE_NAMES = {
     "of a class": "quick = Pool._quick",
     "of another name": "def test():\n    cls = Pool\n    cls._quick(None)",
     "in a string": "def test(monkeypatch):\n    monkeypatch.setattr('megatron_dppo.rewards.pool._READY_SECONDS', 1)",
+    "of an object": "def test():\n    made = Pool(1)\n    made._quick",
+    "of an object at once": "Pool(1)._quick",
+    "of an object outside": "made = Pool(1)\ndef test():\n    made._quick = None",
+    "of an annotated argument": "def test(made: Pool):\n    made._quick.go()",
     "patched": "def test(monkeypatch):\n    monkeypatch.setattr(Pool, '_quick', 1)",
     "patched in a loop": "def test():\n    for name in ('close', '_quick'):\n        setattr(Pool, name, 1)",
 }
@@ -76,7 +80,9 @@ PUBLIC_NAMES = {
     "with a reason": "quick = Pool._quick  # reaches: the workers take seconds",
     "a special name": "name = Pool.__name__, pool.__file__",
     "another package's": "import torch\ntorch._C._get_tracing_state()",
-    "of an instance": "def test(made):\n    made._quick = None",
+    "of an unknown object": "def test(made):\n    made._quick = None",
+    "of another package's object": "def test(path: Path):\n    Path('a')._parts, path._parts",
+    "of an object with an earlier value": "def test(other):\n    made = Pool(1)\n    made = other\n    made._quick",
     "a named tuple's": "from megatron_dppo.types import Metric\nMetric._replace",
 }
 BAD_COMPARISONS = {

@@ -101,10 +101,10 @@ def test_offloading_is_something_to_search() -> None:
     )
     with RehearsalPool(1) as rehearsals:
         search = PlanSearch(lambda flags: big(*flags), 8, H100, rehearsals)
-        flags = search._feasible_flags({"offload": ["optimizer"], "recompute": ["full"]}, H100.memory)
+        flags = search.feasible_flags({"offload": ["optimizer"], "recompute": ["full"]}, H100.memory)
         assert [set(result) for result in flags] == [set(OFFLOAD["optimizer"])]
         offloaded = PlanSearch(lambda flags: big(*OFFLOAD["optimizer"], *flags), 16, H100, rehearsals)
-        assert offloaded._feasible_flags({"offload": ["optimizer"]}, H100.memory) == [()]
+        assert offloaded.feasible_flags({"offload": ["optimizer"]}, H100.memory) == [()]
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_waiting_requests_and_kept_results_are_limited_by_their_size() -> None:
     # The fetched one goes first, although another is older.
     requests[2].is_fetched = True
     queue.finish(requests[3], b"x" * 40)
-    assert [name for name in ("huge", "a", "b", "c") if name in queue._known] == ["a", "c"]
+    assert [name for name in ("huge", "a", "b", "c") if name in queue.known] == ["a", "c"]
 
 
 def test_a_new_key_is_in_a_file_of_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
