@@ -55,43 +55,6 @@ _RECORD_BYTES = 1_000_000
 """Far more than a step's records take."""
 
 
-def step_metrics(
-    groups: ParallelGroups,
-    collected: CollectedRollouts,
-    samples: Sequence[TrainingSample],
-    results: Sequence[StepResult],
-    clock: Clock,
-    requests: dict[str, Metric],
-    *,
-    dp: int,
-    sources: Iterable[str] = (),
-) -> dict[str, float]:
-    """Return the metrics of a step, reduced over all ranks; a collective."""
-    local = rollout_metrics(collected.groups, samples) | collected.metrics(dp) | requests
-    local |= source_metrics(collected.groups, sources)
-    rollout = reduce_over_samples(groups, local)
-    # A denominator of 1 / dp a rank sums to 1: the value is the sum over the ranks, not a mean.
-    tokens = reduce_over_samples(groups, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / dp)})
-    # Before the first update pi and mu have the same weights: what differs is the engine.
-    first = {f"{name}_first": value for name, value in results[0].metrics.items() if name == "abs_prob_diff"}
-    train = reduce_updates([result.metrics for result in results]) | first
-    train |= {
-        "grad_norm": _mean(r.grad_norm for r in results),
-        "learning_rate": results[-1].learning_rate,
-        "skipped_updates": float(sum(r.skipped for r in results)),
-        "policy_version": float(results[-1].policy_version),
-    }
-    seconds = clock.total()
-    perf = {f"{name}_seconds": value for name, value in clock.parts.items()} | {
-        "step_seconds": seconds,
-        # What the loop itself costs: everything but the parts above.
-        "overhead_seconds": seconds - sum(clock.parts.values()),
-        "tokens": tokens["tokens"],
-        "tokens_per_second": tokens["tokens"] / seconds,
-    }
-    return add_prefix("train", train) | add_prefix("rollout", rollout) | add_prefix("perf", perf)
-
-
 def reduce_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return each metric's mean over the updates that have it. Metrics named ``*_max`` get their maximum."""
     values_by_name: dict[str, list[float]] = {}
@@ -197,9 +160,30 @@ class Records:
         requests: dict[str, Metric],
     ) -> dict[str, float]:
         """Return the metrics of a step, reduced over all ranks; a collective."""
-        sources = self._config.data.sources
         dp = self._layout.dp
-        return step_metrics(self._groups, collected, samples, results, clock, requests, dp=dp, sources=sources)
+        local = rollout_metrics(collected.groups, samples) | collected.metrics(dp) | requests
+        local |= source_metrics(collected.groups, self._config.data.sources)
+        rollout = reduce_over_samples(self._groups, local)
+        # A denominator of 1 / dp a rank sums to 1: the value is the sum over the ranks, not a mean.
+        tokens = reduce_over_samples(self._groups, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / dp)})
+        # Before the first update pi and mu have the same weights: what differs is the engine.
+        first = {f"{name}_first": value for name, value in results[0].metrics.items() if name == "abs_prob_diff"}
+        train = reduce_updates([result.metrics for result in results]) | first
+        train |= {
+            "grad_norm": _mean(r.grad_norm for r in results),
+            "learning_rate": results[-1].learning_rate,
+            "skipped_updates": float(sum(r.skipped for r in results)),
+            "policy_version": float(results[-1].policy_version),
+        }
+        seconds = clock.total()
+        perf = {f"{name}_seconds": value for name, value in clock.parts.items()} | {
+            "step_seconds": seconds,
+            # What the loop itself costs: everything but the parts above.
+            "overhead_seconds": seconds - sum(clock.parts.values()),
+            "tokens": tokens["tokens"],
+            "tokens_per_second": tokens["tokens"] / seconds,
+        }
+        return add_prefix("train", train) | add_prefix("rollout", rollout) | add_prefix("perf", perf)
 
     def log_step(self, step: int, metrics: dict[str, float], groups: Sequence[RolloutGroup]) -> None:
         """Log a step with the first error of its failed episodes, if any; a collective."""
