@@ -130,8 +130,8 @@ def test_a_parameter_that_an_error_must_contain_is_as_short(
 ) -> None:
     rows = "[" + row.format(f'r"""{pattern}"""') + "]"
     for source in (
-        f"@pytest.mark.parametrize('{names}', {rows})\ndef test({names}): {body}",
-        f"ROWS = {rows}\n@pytest.mark.parametrize({tuple(names.split(', '))}, ROWS)\ndef test({names}): {body}",
+        f"@pytest.mark.parametrize('{names}', {rows})\ndef test({names}):\n    {body}",
+        f"ROWS = {rows}\n@pytest.mark.parametrize({tuple(names.split(', '))}, ROWS)\ndef test({names}):\n    {body}",
     ):
         assert len(list(check_tests.findings(IMPORTS + source))) == (count if pattern in PROSE.values() else 0), source
 
