@@ -281,8 +281,8 @@ def eager_counts(model: Model, tp_size: int, num_servers: int) -> Counts:
             parts = PartsDigest("words")
             with CountKernels() as kernels:
                 parts.add(0, torch.empty(cut.nbytes, dtype=torch.uint8, device="meta"))
-            assert parts._words is not None
-            cost[cut.nbytes] = kernels.count, kernels.traffic, len(parts._words._tiles)
+            assert parts._words is not None  # reaches: counts its parts
+            cost[cut.nbytes] = kernels.count, kernels.traffic, len(parts._words._tiles)  # reaches: counts its parts
         launches, traffic, reads = cost[cut.nbytes]
         counts.launches += launches * tp_size
         counts.bytes_read += traffic * tp_size

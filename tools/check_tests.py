@@ -11,9 +11,10 @@ Each finding is printed as ``file:line: text``; the exit code is 1 if there is o
   ``assert_same_run``. A call may differ from its repetition, so that this is not one.
 - *Private names of the package*: an import, an attribute of a module or class, a string or a patch that names one.
   Such a test fails when code moves, and not when it breaks. ``# reaches: why`` at the end of the line allows one.
-  Private attributes of instances are passed over.
-- *Prose of error messages*: a ``match=`` with more than three words that are no key, value or name. Tests ask for the
-  class and the key; ``tests/error_texts.txt`` has the texts.
+  An instance counts where the test made it, or annotated it with its class.
+- *Prose of error messages*: a ``match=`` with more than three words that are no key, value or name, also one that
+  comes from ``parametrize``, where ``in str(...)`` counts like ``match=``. Tests ask for the class and the key;
+  ``tests/error_texts.txt`` has the texts.
 - *Parametrizations without a case* fail when pytest collects them: this checks the setting in ``pyproject.toml``.
 
 Runs that stand still, and so equal every other, are the matter of ``tests/reference_run.py``.
@@ -65,13 +66,14 @@ class Scope:
 
     Args:
         body: Statements of the scope.
-        parameters: Names that a caller binds.
+        parameters: Arguments that a caller binds.
         outer: Scope around it.
     """
 
-    def __init__(self, body: Sequence[ast.stmt], parameters: Sequence[str], outer: Scope | None) -> None:
+    def __init__(self, body: Sequence[ast.stmt], parameters: Sequence[ast.arg], outer: Scope | None) -> None:
         self._outer = outer
-        self._values: dict[str, list[str]] = {name: [_UNKNOWN] for name in parameters}
+        self._values: dict[str, list[str]] = {each.arg: [_UNKNOWN] for each in parameters}
+        self._types = {each.arg: each.annotation for each in parameters}
         for statement in body:
             self._bind(statement)
 
@@ -91,6 +93,17 @@ class Scope:
                 return [name]
         return []
 
+    def classes(self, node: ast.expr) -> list[str]:
+        """Return the dotted names of an object's class: of a call, or of an annotated or assigned name."""
+        if isinstance(node, ast.Call):
+            return [name for name in self.resolve(node.func) if name.rpartition(".")[2][:1].isupper()]
+        if not isinstance(node, ast.Name):
+            return []
+        if node.id not in self._types:
+            return [] if self._outer is None or node.id in self._values else self._outer.classes(node)
+        made = self._types[node.id]
+        return self.classes(made) if isinstance(made, ast.Call) else self.resolve(made) if made else []
+
     def strings(self, node: ast.expr) -> list[str]:
         """Return the strings that an expression may be; none if that cannot be decided."""
         if isinstance(node, ast.Constant):
@@ -109,6 +122,7 @@ class Scope:
                 for alias in names:
                     self._add(alias.asname or alias.name, [f"{module}.{alias.name}"])
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                self._types[name] = value if isinstance(value, ast.Call) and name not in self._types else None
                 self._add(name, self.resolve(value) or [_UNKNOWN])
             case ast.For(target=ast.Name(id=name), iter=ast.Tuple(elts=parts) | ast.List(elts=parts)):
                 self._add(name, [value for part in parts for value in self._constant(part)])
@@ -138,7 +152,7 @@ def findings(source: str) -> Iterator[Finding]:
     """Yield what a file tests wrongly."""
     lines = source.splitlines()
     tree = ast.parse(source)
-    for finding in _walk(tree.body, Scope(tree.body, (), None)):
+    for finding in (*_walk(tree.body, Scope(tree.body, (), None)), *_check_parameters(tree)):
         if finding.marker not in lines[finding.line - 1]:
             yield finding
 
@@ -147,7 +161,7 @@ def _walk(body: Sequence[ast.AST], scope: Scope) -> Iterator[Finding]:
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             statements = node.body if isinstance(node.body, list) else [ast.Expr(node.body)]
-            parameters = [each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)]
+            parameters = [each for each in ast.walk(node.args) if isinstance(each, ast.arg)]
             outside = [] if isinstance(node, ast.Lambda) else node.decorator_list
             yield from _walk(outside, scope)
             yield from _walk(statements, Scope(statements, parameters, scope))
@@ -242,12 +256,57 @@ def _check_call(node: ast.Call) -> Iterator[Finding]:
 
 def _check_match(node: ast.Call) -> Iterator[Finding]:
     for pattern in (each.value for each in node.keywords if each.arg == "match"):
-        parts = pattern.values if isinstance(pattern, ast.JoinedStr) else [pattern]
-        text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in parts)  # type: ignore[misc]
-        # Of alternatives, the longest counts.
-        words = max((prose(part) for part in text.split("|")), key=len)
-        if len(words) > MAX_WORDS:
-            yield Finding(node.lineno, f"match= has {len(words)} words ({' '.join(words)}): keep a key, value or name")
+        yield from _check_prose(pattern)
+
+
+def _check_prose(pattern: ast.expr) -> Iterator[Finding]:
+    parts = pattern.values if isinstance(pattern, ast.JoinedStr) else [pattern]
+    text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in parts)  # type: ignore[misc]
+    # Of alternatives, the longest counts.
+    words = max((prose(part) for part in text.split("|")), key=len)
+    if len(words) > MAX_WORDS:
+        yield Finding(pattern.lineno, f"{len(words)} words of prose ({' '.join(words)}): keep a key, value or name")
+
+
+def _check_parameters(tree: ast.Module) -> Iterator[Finding]:
+    """Find prose of errors in the lists of ``parametrize``, also in a list that has a name in the same module."""
+    lists = {ast.unparse(each.targets[0]): each.value for each in tree.body if isinstance(each, ast.Assign)}
+    cells = set()
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        compared = {each.id for each in _compared_with_errors(function) if isinstance(each, ast.Name)}
+        for decorator in function.decorator_list:
+            match decorator:
+                case ast.Call(func=ast.Attribute(attr="parametrize"), args=[names, rows, *_]):
+                    parameters = ast.literal_eval(names)
+                    if isinstance(parameters, str):
+                        parameters = parameters.replace(",", " ").split()
+                    column = _text_cells(lists.get(ast.unparse(rows), rows), len(parameters))
+                    cells |= {cell for index, cell in column if parameters[index] in compared}
+    for cell in cells:
+        yield from _check_prose(cell)
+
+
+def _compared_with_errors(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """Yield the parts of ``match=``, and of what is looked for in ``str(...)``."""
+    for node in ast.walk(function):
+        match node:
+            case ast.keyword(arg="match", value=value):
+                yield from ast.walk(value)
+            case ast.Compare(left=left, ops=[ast.In()], comparators=[ast.Call(func=ast.Name(id="str"))]):
+                yield from ast.walk(left)
+
+
+def _text_cells(rows: ast.expr, num_columns: int) -> Iterator[tuple[int, ast.expr]]:
+    """Yield column and expression of each text in the rows of a list or tuple."""
+    for row in rows.elts if isinstance(rows, ast.List | ast.Tuple) else ():
+        cells = [row]
+        if isinstance(row, ast.Call) and ast.unparse(row.func) == "pytest.param":
+            cells = row.args
+        elif isinstance(row, ast.Tuple) and num_columns > 1:
+            cells = row.elts
+        for index, cell in enumerate(cells[:num_columns]):
+            if isinstance(cell, ast.JoinedStr) or (isinstance(cell, ast.Constant) and isinstance(cell.value, str)):
+                yield index, cell
 
 
 def prose(pattern: str) -> list[str]:
@@ -265,7 +324,7 @@ def _check_private(node: ast.AST, scope: Scope) -> Iterator[Finding]:
         case ast.Import(names=aliases):
             names = [alias.name for alias in aliases]
         case ast.Attribute(value=value, attr=attr):
-            names = [f"{owner}.{attr}" for owner in scope.resolve(value)]
+            names = [f"{owner}.{attr}" for owner in (*scope.resolve(value), *scope.classes(value))]
         case ast.Constant(value=str(text)):
             names = [text]
         case ast.Call(args=[owner, name, *_]):

@@ -143,29 +143,29 @@ class ClientProcesses:
         self._settings = settings
         self._server_indices = {url: i for i, url in enumerate(settings.urls)}
         # They import their modules while the first weights are sent.
-        self._processes = [_Process(settings) for _ in range(count)]
+        self.processes = [_Process(settings) for _ in range(count)]
         self._start_lock = asyncio.Lock()
 
     async def generate(self, server: InferenceServer, request: GenerateRequest) -> Generation:
         """Return the checked result of ``server.generate``."""
         await self._start()
-        process = min(self._processes, key=lambda p: len(p.pending))
+        process = min(self.processes, key=lambda p: len(p.pending))
         return await process.generate(self._server_indices[server.url], request)
 
     async def close(self) -> None:
         """End the processes."""
-        await asyncio.gather(*(process.close() for process in self._processes))
+        await asyncio.gather(*(process.close() for process in self.processes))
 
     async def _start(self) -> None:
         """Connect to new processes and replace those that have exited."""
-        if all(p.is_connected and not p.has_exited for p in self._processes):
+        if all(p.is_connected and not p.has_exited for p in self.processes):
             return
         async with self._start_lock:
             # Checked again: another request may have replaced it while this one waited for the lock.
-            for i, process in enumerate(self._processes):
+            for i, process in enumerate(self.processes):
                 if process.has_exited:
                     await process.close()
-                    process = self._processes[i] = _Process(self._settings)
+                    process = self.processes[i] = _Process(self._settings)
                 if not process.is_connected:
                     await process.connect()
 

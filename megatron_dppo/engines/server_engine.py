@@ -70,7 +70,7 @@ class ServerEngine:
         contract = build_contract(hf_config, tokenizer)
         self._end_tokens = contract.end_tokens
         self._routing = routing_shape(hf_config)
-        self._pool = ServerPool(
+        self.pool = ServerPool(
             servers,
             checked(contract) if client_processes is None else client_processes.generate,
             max_in_flight=max_in_flight,
@@ -79,7 +79,7 @@ class ServerEngine:
             first=first,
             max_imbalance=max(MAX_IMBALANCE, siblings_per_server or 0),
         )
-        self._responder = Responder(self._pool, tokenizer, self._end_tokens, function, siblings_per_server)
+        self._responder = Responder(self.pool, tokenizer, self._end_tokens, function, siblings_per_server)
         self._held: dict[int, GroupState] = {}
         """Responses of incomplete groups that are not in flight, by key."""
         self._in_flight: dict[int, list[InFlightResponse]] = {}
@@ -90,12 +90,12 @@ class ServerEngine:
     @property
     def policy_version(self) -> int:
         """Version of the weights for new requests; -1 before the first ``use_version``."""
-        return self._pool.version
+        return self.pool.version
 
     def take_counts(self) -> PoolCounts:
         """Return the pool's counts since the last call, and reset them."""
-        counts = self._pool.counts
-        self._pool.counts = PoolCounts()
+        counts = self.pool.counts
+        self.pool.counts = PoolCounts()
         return counts
 
     def take_ranks(self) -> dict[str, RankSums]:
@@ -103,8 +103,8 @@ class ServerEngine:
 
         # In the thread of the servers, where responses add to it.
         async def take() -> dict[str, RankSums]:
-            ranks = self._pool.ranks
-            self._pool.ranks = {}
+            ranks = self.pool.ranks
+            self.pool.ranks = {}
             return ranks
 
         return self.run(take())
@@ -114,7 +114,7 @@ class ServerEngine:
 
         async def exclude() -> None:
             for url, problem in servers.items():
-                self._pool.exclude(url, problem)
+                self.pool.exclude(url, problem)
 
         self.run(exclude())
 
@@ -125,16 +125,16 @@ class ServerEngine:
     def pause(self) -> None:
         """See ``ServerPool.pause``; ``use_version`` ends the pause. A second call does nothing."""
         if not self._is_paused:
-            self.run(self._pool.pause())
+            self.run(self.pool.pause())
         self._is_paused = True
 
     def use_version(self, version: int, urls: Iterable[str]) -> None:
         """See ``ServerPool.use_version``."""
 
         async def use() -> None:
-            self._pool.use_version(version, urls)
+            self.pool.use_version(version, urls)
             if self._is_paused:
-                self._pool.resume()
+                self.pool.resume()
 
         self.run(use())
         self._is_paused = False
@@ -214,7 +214,7 @@ class ServerEngine:
         is_long = len(group.prompt.context_ids) >= MIN_SHARED_PROMPT_TOKENS
         if not params.routed_experts or self._routing is None or group.siblings == 1 or not is_long:
             return None
-        return PromptRoutes(self._pool, group.prompt, params, self._routing, self._end_tokens)
+        return PromptRoutes(self.pool, group.prompt, params, self._routing, self._end_tokens)
 
     def _sample(
         self, prompt: Prompt, params: SamplingParams, index: int, routes: PromptRoutes | None = None
@@ -260,21 +260,21 @@ class ServerEngine:
     async def _stop(self, running: Mapping[InFlightResponse, asyncio.Task[None]]) -> None:
         for sample, task in running.items():
             sample.is_stopping = True
-            if not any(map(self._pool.is_sent, sample.request_ids)):
+            if not any(map(self.pool.is_sent, sample.request_ids)):
                 task.cancel()  # else the pool would send it now that others make room
         loop = asyncio.get_running_loop()
         end = loop.time() + _STOP_SECONDS
         while (unfinished := {s: t for s, t in running.items() if not t.done()}) and loop.time() < end:
-            await self._pool.abort(request_id for sample in unfinished for request_id in sample.request_ids)
+            await self.pool.abort(request_id for sample in unfinished for request_id in sample.request_ids)
             await asyncio.wait(unfinished.values(), timeout=_ABORT_INTERVAL)
 
     async def _snapshot(self) -> dict[int, GroupState]:
-        await self._pool.pause()
+        await self.pool.pause()
         try:
             in_flight = {key: tuple(s.state for s in samples) for key, samples in self._in_flight.items()}
             return self._held | in_flight
         finally:
-            self._pool.resume()
+            self.pool.resume()
 
 
 def _restore(sample: InFlightResponse, state: Completion | PartialResponse) -> None:

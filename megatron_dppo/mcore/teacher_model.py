@@ -66,7 +66,7 @@ class MegatronTeacher:
         models = build_model(megatron_config, hf_config, dist.get_rank(groups.pp), platform.device)
         Bridge(models, shape, tied=bool(hf_config.tie_word_embeddings), groups=groups).load(weights)
         # Float16Module converts the weights, so freezing and offloading come after it.
-        self._chunks = [chunk.eval() for chunk in wrap_float16(megatron_config, models)]
+        self.chunks = [chunk.eval() for chunk in wrap_float16(megatron_config, models)]
         for chunk in models:
             chunk.requires_grad_(False)
         self._cp_group = groups.cp if layout.cp > 1 else None
@@ -78,7 +78,7 @@ class MegatronTeacher:
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probabilities ``[T]`` of the labels of each micro-batch, on the last pipeline stage."""
         with self._model.loaded():
-            return forward_logprobs(self._chunks, drop_routes(batches), self._head, self._cp_group)
+            return forward_logprobs(self.chunks, drop_routes(batches), self._head, self._cp_group)
 
     def compute_targets(self, batches: Sequence[MicroBatch]) -> list[TeacherTargets]:
         """Return the teacher's targets for each micro-batch.
@@ -88,7 +88,7 @@ class MegatronTeacher:
         """
         with self._model.loaded():
             rows = forward_hidden_states(
-                self._chunks, drop_routes(batches), lambda _, hidden: to_host(hidden.squeeze(0)), self._cp_group
+                self.chunks, drop_routes(batches), lambda _, hidden: to_host(hidden.squeeze(0)), self._cp_group
             )
             # Read inside the block: outside of it the parameter is empty, and this reference keeps the tensor on the
             # device.

@@ -80,10 +80,10 @@ class PolicyTrainer:
             self.models, megatron_config, parallel, grad_reduce_in_fp32=optimizer.grad_reduce_in_fp32
         )
         self.optimizer = Optimizer(self._chunks, megatron_config, optimizer, parallel, total_steps)
-        self._noise = None
+        self.noise = None
         if noise is not None and noise.std:
             adam = (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps)
-            self._noise = LayerNoise(self.models, megatron_config, noise, groups, parts.seed, adam)
+            self.noise = LayerNoise(self.models, megatron_config, noise, groups, parts.seed, adam)
         self.device_state = DeviceState(self.models, self.optimizer)
 
         # Packing: what rows are padded to, and how many micro-batches the schedule needs.
@@ -123,7 +123,7 @@ class PolicyTrainer:
         for chunk in self._chunks:
             chunk.train()
         self.optimizer.zero_grad()
-        noise = None if self._noise is None else self._noise.for_version(self.policy_version)
+        noise = None if self.noise is None else self.noise.for_version(self.policy_version)
         # The micro-batches of the schedule have no routes: those stay on the host until their chunk runs.
         with self._routing(batches, self._replay_mode, by_token=records is not None) as plain:
             local = forward_backward(
@@ -186,8 +186,8 @@ class PolicyTrainer:
         # Read before the step, which may change it: the noise's gradient was multiplied by this value.
         loss_scale = 1.0 if scale is None else scale.value
         update = self.optimizer.step()
-        if self._noise is not None:
-            metrics = {**metrics, **self._noise.step(loss_scale, applied=update.applied)}
+        if self.noise is not None:
+            metrics = {**metrics, **self.noise.step(loss_scale, applied=update.applied)}
         self.policy_version += int(update.applied)
         if scale is not None:
             metrics = {**metrics, "loss_scale": scale.value}
@@ -298,8 +298,8 @@ class PolicyTrainer:
         """Write a checkpoint of this step; a collective, see ``save_checkpoint``."""
         self.optimizer.finish_overlapped_gather()
         state = {**state, "policy_version": self.policy_version}
-        if self._noise is not None:
-            state["layer_noise"] = self._noise.state()
+        if self.noise is not None:
+            state["layer_noise"] = self.noise.state()
         return save_checkpoint(
             folder,
             step,
@@ -325,6 +325,6 @@ class PolicyTrainer:
         state = read_state(checkpoint)
         load_checkpoint(checkpoint, self.models, self.optimizer, groups=self.groups, same_layout=same_layout)
         self.policy_version = state["policy_version"]
-        if self._noise is not None:
-            self._noise.load(state.get("layer_noise"))
+        if self.noise is not None:
+            self.noise.load(state.get("layer_noise"))
         return state

@@ -256,14 +256,14 @@ class Updater:
         samples = with_episode_tokens(samples, equal_segments=self._equal_segments)
         bins = None
         if self._train.balance_ranks and group is not None and dist.get_world_size(group) > 1:
-            samples, bins = self._balance(samples, group)
+            samples, bins = self.balance(samples, group)
         budget = self._train.micro_batch_tokens
         return samples, self._trainer.pack(samples, budget, bins, joins_segments=self._joins_segments)
 
     def _add_token_weights(self, packed: PackedBatch) -> MicroBatches:
         return packed.batches.map(lambda batch: add_token_weights(batch, packed.totals, self._loss))
 
-    def _balance(
+    def balance(
         self, samples: list[TrainingSample], group: dist.ProcessGroup
     ) -> tuple[list[TrainingSample], list[list[int]]]:
         """Exchange samples so that all ranks take about the same time; return this rank's, and their micro-batches."""

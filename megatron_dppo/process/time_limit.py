@@ -6,7 +6,8 @@ the steps instead, so that a run saves in time whatever a step takes.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Self
 
 from megatron_dppo.errors import ConfigError
@@ -43,14 +44,13 @@ class TimeLimit:
             raise ConfigError(f"{VARIABLE} = {text!r}: expected seconds since 1970, as `date +%s` prints them")
         return cls(end)
 
-    def begin_step(self) -> None:
-        """Note that a step begins."""
+    @contextmanager
+    def step(self, *, evaluates: bool) -> Iterator[None]:
+        """Measure a step, with its evaluation and its save."""
         self._began = self._clock()
-
-    def end_step(self, *, has_evaluated: bool) -> None:
-        """Note that a step has ended, with its save."""
+        yield
         self._longest = max(self._longest, self._clock() - self._began)
-        self._has_evaluated |= has_evaluated
+        self._has_evaluated |= evaluates
 
     def leaves_no_step(self, *, save_seconds: float | None, evaluates_next: bool) -> bool:
         """Return True if another step and its save may not fit. What was not measured may take as long as a step."""

@@ -152,7 +152,7 @@ class Watchdog:
         self._alone_limit = 60 * (run.hang_minutes or _SHARE_OF_TIMEOUT * run.wait_minutes)
         self._interval = min(10.0, self._collective_limit / 20)
         self._closed = threading.Event()
-        self._ranks: dict[int, RankStatus] = {}
+        self.ranks: dict[int, RankStatus] = {}
         self._read_at = 0.0
         self._is_hang_reported = False
 
@@ -182,9 +182,9 @@ class Watchdog:
         self._closed.set()
 
     @property
-    def _limit(self) -> float:
+    def limit(self) -> float:
         """Seconds without progress that count as a hang, in the current phases of the ranks."""
-        phases = {PROGRESS.phase, *(status.heartbeat.phase for status in list(self._ranks.values()))}
+        phases = {PROGRESS.phase, *(status.heartbeat.phase for status in list(self.ranks.values()))}
         return self._alone_limit if phases & _ALONE else self._collective_limit
 
     def _key(self, rank: int) -> str:
@@ -198,7 +198,7 @@ class Watchdog:
         now = time.monotonic()
         for rank, value in enumerate(values):
             heartbeat = Heartbeat(**json.loads(value))
-            status = self._ranks.setdefault(rank, RankStatus(heartbeat, received_at=now, progressed_at=now))
+            status = self.ranks.setdefault(rank, RankStatus(heartbeat, received_at=now, progressed_at=now))
             status.update(heartbeat, now)
         self._read_at = now
 
@@ -223,13 +223,13 @@ class Watchdog:
             if PROGRESS.changes != changes:
                 changes = PROGRESS.changes
                 progressed_at = now
-            behind = find_behind(self._ranks, now, self._limit, self._interval)
+            behind = find_behind(self.ranks, now, self.limit, self._interval)
             if self._is_hang_reported:
                 self._abort("")
-            elif now - self._read_at > self._limit and now - progressed_at > self._limit:
+            elif now - self._read_at > self.limit and now - progressed_at > self.limit:
                 self._abort(self._describe_unresponsive_store(now))
             elif behind and now - self._read_at < 4 * self._interval and self._is_reporter(behind):
-                self._abort(describe(self._ranks, behind, now))
+                self._abort(describe(self.ranks, behind, now))
 
     def _is_reporter(self, behind: list[int]) -> bool:
         """Return True if this rank reports: the first one that is not behind."""
@@ -243,7 +243,7 @@ class Watchdog:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         if self._rank != 1 and os.environ.get("LOCAL_RANK") != "0":
             return ""
-        heartbeat = self._ranks[0].heartbeat
+        heartbeat = self.ranks[0].heartbeat
         return (
             f"the store at {address}, hosted by rank 0 (process {heartbeat.pid} on {heartbeat.host}) or the launcher, "
             f"has not responded for {now - self._read_at:.0f} s{_process_state(heartbeat)}; this rank waits in step "
@@ -258,7 +258,7 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
         if text:
             print(
-                f"\n[rank {self._rank}] error: the run hangs: no rank has entered a new phase for {self._limit / 60:g} "
+                f"\n[rank {self._rank}] error: the run hangs: no rank has entered a new phase for {self.limit / 60:g} "
                 f"minutes (run.hang_minutes). {text}. The stack traces of the ranks that respond are in "
                 f"{self._folder}. Run the same command to resume from the last checkpoint",
                 file=sys.stderr,

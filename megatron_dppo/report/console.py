@@ -90,7 +90,7 @@ class Console:
         self._eval_score_name = eval_score_name
         self._live: Live | None = None
         self._progress: Progress | None = None
-        self._values: dict[str, float] = {}
+        self.values: dict[str, float] = {}
 
     def print(self, text: str) -> None:
         """Print a line above the live view."""
@@ -123,7 +123,7 @@ class Console:
     def _view(self) -> Group:
         assert self._progress is not None
         table = Table.grid(padding=(0, 2))
-        for name, value in live_rows(self._values, self._eval_score_name) if self._values else ():
+        for name, value in live_rows(self.values, self._eval_score_name) if self.values else ():
             table.add_row(name, value)
         return Group(table, self._progress)
 
@@ -140,8 +140,8 @@ class Console:
 
     def show(self, values: Mapping[str, float]) -> None:
         """Update the numbers of the live view; those of an evaluation stay until the next one."""
-        evaluation = {key: value for key, value in self._values.items() if key.startswith("eval/")}
-        self._values = evaluation | dict(values)
+        evaluation = {key: value for key, value in self.values.items() if key.startswith("eval/")}
+        self.values = evaluation | dict(values)
         if self._live is not None:
             self._live.update(self._view())
 

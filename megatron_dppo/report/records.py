@@ -86,6 +86,18 @@ _Read = tuple[list[tuple[bytes, Record]], list[tuple[int, bytes, str]]]
 """Lines with their objects, and number, line and problem of the damaged ones."""
 
 
+def missing_records(folder: Path, step: int) -> str:
+    """Return a note if ``metrics.jsonl`` lacks steps that the resumed checkpoint has. Empty if it lacks none."""
+    recorded = {record["step"] for record in read_metrics(folder / "metrics.jsonl")}
+    missing = sorted(set(range(1, step + 1)) - recorded)
+    if not missing:
+        return ""
+    return (
+        f"warning  {folder / 'metrics.jsonl'} has no record of {len(missing)} steps up to step {step}, from "
+        f"step {missing[0]} on: it was deleted or cut. The run continues, and these records stay missing"
+    )
+
+
 def _read_lines(path: Path, check: Check) -> _Read:
     try:
         content = read_regular_file(path, _MAX_BYTES)

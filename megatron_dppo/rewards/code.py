@@ -50,7 +50,7 @@ class Code:
 
     def __init__(self, options: CodeOptions, table: str) -> None:
         self._options = options
-        self._sandbox = _sandbox(options, table)
+        self.sandbox = _sandbox(options, table)
 
     @_long_integers()
     def __call__(self, item: RewardItem) -> Mapping[str, float]:
@@ -85,7 +85,7 @@ class Code:
         return read_tests(value, item.metadata)
 
     def _passes(self, code: str, test: CodeTest, seconds: float) -> bool:
-        sandbox = replace(self._sandbox, limits=replace(self._sandbox.limits, seconds=seconds))
+        sandbox = replace(self.sandbox, limits=replace(self.sandbox.limits, seconds=seconds))
         if isinstance(test, StdioTest):
             result = RunningProgram(sandbox, {"main.py": code}, stdin=test.stdin).finish()
             return result.code == 0 and same_output(result.output, test.expected)

@@ -29,7 +29,7 @@ class RewardModel:
 
     async def __call__(self, item: RewardItem) -> float:
         """Return the score."""
-        return self._score(await self._batches.submit(self._build_question(item)))
+        return self.read_score(await self._batches.submit(self._build_question(item)))
 
     def _build_question(self, item: RewardItem) -> _Question:
         """Return two texts, one text, or token ids, as the endpoint expects."""
@@ -55,7 +55,8 @@ class RewardModel:
             raise BadResponse(f"{path}: expected {len(questions)} results, got {len(rows)}")
         return [_last_row(row) for row in rows]
 
-    def _score(self, row: list[Any]) -> float:
+    def read_score(self, row: list[Any]) -> float:
+        """Return the score in the numbers that a server returned for one response."""
         index = self._options.index
         if any(isinstance(x, bool) or not isinstance(x, int | float) or not math.isfinite(x) for x in row):
             raise BadResponse(f"expected finite numbers in the server's response, got {str(row)[:100]}")

@@ -1,10 +1,10 @@
-"""Checkpoints of a run: their contents, when one is due, saving and restoring."""
+"""Checkpoints of a run and its export: their contents, when one is due, saving and restoring."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,15 +20,16 @@ from megatron_dppo.parallel.objects import all_gather_objects, broadcast_object,
 from megatron_dppo.process.save_timer import SaveTimer, has_memory_for_copies
 from megatron_dppo.report.clock import PROGRESS
 from megatron_dppo.rollout.saved import SchedulerState, describe_incompatibility, load_rollouts, save_rollouts
-from megatron_dppo.rollout.scheduler import RolloutScheduler
-from megatron_dppo.run.evaluation import Evaluator, SampleResponse
+from megatron_dppo.run.collector import RolloutCollector
+from megatron_dppo.run.evaluation import Evaluator
+from megatron_dppo.run.export import export_results
 from megatron_dppo.run.guard_state import GuardState
+from megatron_dppo.run.run_state import RunState
 from megatron_dppo.setup.changes import Change, ServedModels
 from megatron_dppo.setup.contents import Contents
 from megatron_dppo.setup.inputs import Inputs
 from megatron_dppo.setup.output_checks import checkpoint_bytes, estimate_save_bytes
 from megatron_dppo.setup.resume import ResumePoint, layout_identity, run_identity
-from megatron_dppo.types import StepResult
 
 if TYPE_CHECKING:
     from megatron_dppo.mcore.checkpoint.save_load import CheckpointSave
@@ -40,54 +41,24 @@ _NOT_FINITE = (
 )
 
 
-@dataclass
-class RunState:
-    """Counters of a run, stored in a checkpoint beside the policy and the rollouts."""
-
-    step: int = 0
-    skipped_in_a_row: int = 0
-    """Updates that were skipped since the last applied one, because their gradient was not finite."""
-    best: tuple[float, int] | None = None
-    """Best accuracy of an evaluation during training, and its step. None before the first one."""
-    evaluation_due: bool = False
-    """True if an evaluation ran beside training when the checkpoint was written. A resume repeats it."""
-    guard: GuardState = field(default_factory=GuardState)
-
-    def count_skipped(self, results: Sequence[StepResult]) -> None:
-        """Count updates with a non-finite gradient in a row. Updates that lower the loss scale do not count."""
-        for result in results:
-            is_failure = result.skipped and not result.has_lower_scale
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_failure else 0
-
-    def is_new_best(self, accuracy: float | None) -> bool:
-        """Record an evaluation's accuracy and return True if it is the best so far. None stands for no evaluation."""
-        if accuracy is None or (self.best is not None and accuracy <= self.best[0]):
-            return False
-        self.best = (accuracy, self.step)
-        return True
-
-    def has_reached(self, accuracy: float | None) -> bool:
-        """Return True if an evaluation has reached this accuracy. None is never reached."""
-        return accuracy is not None and self.best is not None and self.best[0] >= accuracy
-
-
 @dataclass(kw_only=True)
 class Checkpoints:
-    """Saves and restores a run. Every method but ``is_due`` and ``tidy`` is a collective of all ranks."""
+    """Saves and restores a run. Every method but ``is_due`` is a collective of all ranks."""
 
     config: Config
     inputs: Inputs
     trainer: PolicyTrainer
-    stream: RolloutScheduler
-    """Source of the rollouts; those that were not trained on are saved."""
-    has_engine: bool
-    """True on the rank that writes the rollouts of its data-parallel rank."""
+    collector: RolloutCollector
+    """Source of the rollouts; those that were not trained on are saved, by the ranks that have an engine."""
+    evaluator: Evaluator
     background: dist.ProcessGroup | None
     """Group of all ranks over the CPU, for saves in the background. None if there are none."""
     say: Callable[[str], None]
     # Of the files as they are at the start, like the functions in memory. Rank 0 writes them to state.json.
     contents: Contents
     served: ServedModels
+    check_folder: Callable[[], None]
+    """See ``Records``."""
     save_seconds: float | None = None
     """Seconds from the start of the last save until it was complete. None before the first."""
     timer: SaveTimer = field(init=False)
@@ -117,7 +88,7 @@ class Checkpoints:
         # One that is still being written would have to be waited for.
         return broadcast_object(lambda: self._saving is None and self.timer.is_due(), self.trainer.groups.world)
 
-    def save_by_time(self, state: RunState, evaluator: Evaluator) -> None:
+    def save_by_time(self, state: RunState) -> None:
         """Write a checkpoint like ``save``, in the background if host memory allows. Without space it is skipped."""
         try:
             self._require_space()
@@ -127,7 +98,7 @@ class Checkpoints:
         part_bytes = checkpoint_bytes(self.config.model, self.config.lora, self.inputs) // self.inputs.layout.world_size
         # A save is a collective, so all ranks must decide alike.
         fits = all(all_gather_objects(has_memory_for_copies(part_bytes), self.trainer.groups.world))
-        self.save(state, evaluator, in_background=fits)
+        self.save(state, in_background=fits)
 
     def _require_space(self) -> None:
         """Raise DiskError on all ranks if there is no space for a checkpoint."""
@@ -141,24 +112,25 @@ class Checkpoints:
             self.trainer.groups.world,
         )
 
-    def save(self, state: RunState, evaluator: Evaluator, *, in_background: bool | None = None) -> None:
+    def save(self, state: RunState, *, in_background: bool | None = None) -> None:
         """Write a checkpoint of this step, with every rollout that was not trained on.
 
         In the background the checkpoint is complete only after ``finish`` has reported it. None for ``in_background``
-        follows ``checkpoint.async_save``. The trainer's state must be on the GPUs (``Gpus.for_training``).
+        follows ``checkpoint.async_save``. The trainer's state must be on the GPUs (``RolloutCollector.free_gpus``).
         """
         # One save at a time: the previous one may still be writing in the background.
         self.finish(wait=True)
         self._save_began = time.monotonic()
         config = self.config
-        contents = self.stream.stored_rollouts() if self.has_engine else []
+        stream = self.collector.stream
+        contents = stream.stored_rollouts() if self.collector.engine is not None else []
         record = {
             "step": state.step,
             "skipped_in_a_row": state.skipped_in_a_row,
-            "answers_before": evaluator.responses_before,
+            "answers_before": self.evaluator.responses_before,
             "best": state.best,
-            "evaluation_due": evaluator.is_running,
-            "stream": self.stream.state().to_json(),
+            "evaluation_due": self.evaluator.is_running,
+            "stream": stream.state().to_json(),
             "identity": run_identity(config.lora, config.run.seed, self.inputs),
             "layout": layout_identity(config.model, config.parallel, self.inputs),
             "config": config.model_dump(mode="json"),
@@ -191,22 +163,48 @@ class Checkpoints:
         self.save_seconds = saving.end_time - self._save_began
         self.say(f"saved    {path}" if saving.is_finite else f"saved    {path} {_NOT_FINITE}")
 
+    def export(self) -> None:
+        """Wait for the last checkpoint and export the model."""
+        self.finish(wait=True)
+        with PROGRESS.part("export"):
+            self.collector.free_gpus()
+            self.check_folder()
+            export_results(self.trainer, self.inputs, self.config)
+
     def close(self) -> None:
         """Wait for a save in the background, also when the run ended with an error."""
         if self._saving is not None:
             self._saving.join()
 
-    def restore(self, point: ResumePoint) -> tuple[RunState, list[SampleResponse]]:
-        """Restore policy, optimizer and rollouts; return the counters, and the responses from before training."""
+    def begin(self, point: ResumePoint | None) -> RunState:
+        """Return the state that the run begins with: that of the checkpoint that it resumes from, if there is one."""
+        self.trainer.check_can_save()
+        if point is None:
+            return self._new_state()
+        state = self.restore(point)
+
+        def tidy() -> None:
+            for skipped in point.skipped_checkpoints:
+                set_aside(skipped.checkpoint, skipped.kind)
+            # The last run may have been killed while it pruned.
+            prune(self.folder, self.config.checkpoint.keep, self._best_step(state))
+
+        run_on_leader(tidy, self.trainer.groups.world)
+        return state
+
+    def _new_state(self) -> RunState:
+        return RunState(guard=GuardState.from_config(self.config.rollout, self.config.train))
+
+    def restore(self, point: ResumePoint) -> RunState:
+        """Restore policy, optimizer, rollouts and the responses from before training, and return the counters."""
         record = self.trainer.load(point.checkpoint, same_layout=point.same_layout)
-        state = RunState(
-            step=record["step"],
-            skipped_in_a_row=record["skipped_in_a_row"],
-            # The best checkpoint of another run is not in this folder.
-            best=tuple(record["best"]) if record["best"] and not point.is_fork else None,
-            evaluation_due=record["evaluation_due"],
-            guard=GuardState.from_config(self.config.rollout, self.config.train),
-        )
+        state = self._new_state()
+        state.step = record["step"]
+        state.skipped_in_a_row = record["skipped_in_a_row"]
+        # The best checkpoint of another run is not in this folder.
+        state.best = tuple(record["best"]) if record["best"] and not point.is_fork else None
+        state.evaluation_due = record["evaluation_due"]
+        self.evaluator.responses_before = record["answers_before"]
         # Checkpoints of earlier versions have no such state; the noise of another run is not this run's.
         if record.get("guard") and not point.is_fork:
             state.guard.restore(record["guard"])
@@ -222,17 +220,18 @@ class Checkpoints:
         for change in point.changes:
             self.say(f"         changed{_how_accepted(change, is_fork=point.is_fork)}: {change}")
         self._restore_stream(record, point, state.step)
-        return state, record["answers_before"]
+        return state
 
     def _restore_stream(self, record: Mapping[str, Any], point: ResumePoint, step: int) -> None:
         """Restore the rollouts that were not trained on, or return their prompts to the stream."""
         dp = self.inputs.layout.dp
+        stream = self.collector.stream
         before = SchedulerState.from_json(record["stream"])
         saved = before.with_data_parallel_size(dp)
         # A fork on other data: the saved prompts do not exist in this stream.
         if not point.same_stream:
             self.say("         on other prompts, or in another order: starts at the first prompt")
-            self.stream.restore(saved.restarted(step), {})
+            stream.restore(saved.restarted(step), {})
             return
         # Rollouts of other sampling or reward settings must not be trained on: sample their prompts again.
         problem = describe_incompatibility(
@@ -247,26 +246,19 @@ class Checkpoints:
         if problem and saved.num_prompts:
             self.say(f"         rollouts that were sampled ahead are sampled again: {problem}")
         if problem:
-            self.stream.restore(saved.without_submissions(step), {})
+            stream.restore(saved.without_submissions(step), {})
             return
         contents = {}
-        if self.has_engine:
+        if self.collector.engine is not None:
             prompts = self.inputs.train_prompts
             contents = load_rollouts(before, dp, self.trainer.dp_rank, point.checkpoint, prompts.__getitem__)
-        self.stream.restore(saved, contents)
+        stream.restore(saved, contents)
 
     def _with_current_sections(self, saved_config: Mapping[str, Any], point: ResumePoint) -> dict[str, Any]:
         """Return the saved configuration with this run's sections where only the spelling of paths differs."""
         current = self.config.model_dump(mode="json")
         changed = {change.key.split(".")[0] for change in point.changes}
         return {**saved_config, **{name: section for name, section in current.items() if name not in changed}}
-
-    def tidy(self, point: ResumePoint, state: RunState) -> None:
-        """Rename damaged checkpoints and delete surplus ones, after a resume (rank 0)."""
-        for skipped in point.skipped_checkpoints:
-            set_aside(skipped.checkpoint, skipped.kind)
-        # The last run may have been killed while it pruned.
-        prune(self.folder, self.config.checkpoint.keep, self._best_step(state))
 
     def _best_step(self, state: RunState) -> int | None:
         """Return the step whose checkpoint is never pruned. None prunes by age alone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
 from pathlib import Path
@@ -126,6 +126,8 @@ class Evaluator:
     groups: ParallelGroups
     dp: int
     dp_rank: int
+    log: Callable[[int, dict[str, float]], None]
+    """Writes the metrics of an evaluation that is no part of a step, by the step whose weights it used."""
     responses_before: list[SampleResponse] = field(default_factory=list)
     _running: Evaluation | None = None
 
@@ -159,13 +161,16 @@ class Evaluator:
             return {}
         return self._compute_metrics(evaluation)
 
-    def finish(self) -> tuple[int, dict[str, float]] | None:
-        """Wait for the evaluation beside training and return its step and metrics. None if none is running."""
+    def begin(self, step: int) -> None:
+        """Evaluate before the first step of this start."""
+        self.log(step, self.evaluate(step))
+
+    def finish(self) -> None:
+        """Wait for the evaluation beside training, if one is running, and log its metrics."""
         evaluation = self._running
-        if evaluation is None:
-            return None
-        self._running = None
-        return evaluation.step, self._compute_metrics(evaluation)
+        if evaluation is not None:
+            self._running = None
+            self.log(evaluation.step, self._compute_metrics(evaluation))
 
     def _compute_metrics(self, evaluation: Evaluation) -> dict[str, float]:
         groups = self.stream.wait_for(evaluation.draw, Clock())

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.parallel.objects import run_on_leader
-from megatron_dppo.run.guard_state import GuardState
 from megatron_dppo.setup.engines import connect_servers
 from megatron_dppo.weights.publish import release_all
 
@@ -115,14 +114,6 @@ def build_gpus(rollout: RolloutConfig, trainer: PolicyTrainer, publisher: Publis
         return DedicatedGpus(publisher)
     assert isinstance(publisher, ServerPublisher)
     return SharedGpus(trainer, publisher)
-
-
-def exclude_servers(gpus: Gpus, guard: GuardState) -> list[str]:
-    """Exclude the servers that the guard has found since the last call, and return lines for the user."""
-    excluded = guard.take_excluded()
-    if excluded:
-        gpus.exclude(excluded)
-    return [f"{url} is not used any more in this run: {problem}" for url, problem in excluded.items()]
 
 
 def free_gpus(rollout: RolloutConfig, world: dist.ProcessGroup | None) -> list[str]:

@@ -16,7 +16,6 @@ from megatron_dppo.config.run import LogConfig, RunConfig
 from megatron_dppo.data.chat import token_texts
 from megatron_dppo.data.training_samples import episode_indices, group_segments
 from megatron_dppo.files import disk_errors
-from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import gather_objects, is_leader, run_on_leader
 from megatron_dppo.policy.packed import SampleRecord, TokenRecorder
 from megatron_dppo.process.marker import read_marker
@@ -25,6 +24,7 @@ from megatron_dppo.report.steps.files import StepMeta, write_step
 from megatron_dppo.report.steps.rows import RankSamples, TrainedTokens
 from megatron_dppo.report.steps.tokens import TABLE_COLUMNS, masked_table, masked_tokens, read_tokens
 from megatron_dppo.rollout.batch import CollectedRollouts
+from megatron_dppo.run.run_records import Records
 from megatron_dppo.types import Completion, TrainingSample
 from megatron_dppo.types.model_folder import Tokenizer
 
@@ -95,14 +95,14 @@ class StepRecorder:
         log: LogConfig,
         loss: LossConfig,
         trainer: PolicyTrainer,
-        groups: ParallelGroups,
+        records: Records,
         tokenizer: Tokenizer,
     ) -> None:
         self._every = log.rollouts_every
         self._loss = loss.name
         self._folder = Path(run.output_dir)
         self._trainer = trainer
-        self._groups = groups
+        self._records = records
         self._tokenizer = tokenizer
 
     def begin(self, step: int) -> StepRecord | None:
@@ -111,9 +111,10 @@ class StepRecorder:
             return None
         return StepRecord(self._trainer.policy_version)
 
-    def write(self, step: int, record: StepRecord, collected: CollectedRollouts, writer: MetricsWriter | None) -> None:
+    def write(self, step: int, record: StepRecord, collected: CollectedRollouts) -> None:
         """Write the step that was just trained; a collective of all ranks, which returns after rank 0 has written."""
-        groups = self._groups
+        groups = self._trainer.groups
+        self._records.check_folder()
         sample_records = record.pop_sample_records(self._trainer)
         rollouts = (collected, record) if is_leader(groups.replica) else None
         records = gather_objects(_RankRecord(self._trainer.dp_rank, rollouts, sample_records), groups.world)
@@ -121,7 +122,7 @@ class StepRecorder:
         def write() -> None:
             if records:
                 file = self._write_file(step, record.policy_version, records)
-                self._write_table(step, file, writer)
+                self._write_table(step, file, self._records.writer)
 
         run_on_leader(write, groups.world)
 

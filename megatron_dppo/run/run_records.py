@@ -1,4 +1,4 @@
-"""Step metrics and end-of-run artifacts."""
+"""Records of a run: its start, the metrics of each step, and what it leaves at its end."""
 
 from __future__ import annotations
 
@@ -14,21 +14,34 @@ from torch.distributed import ProcessGroup
 from megatron_dppo.config.data import source_metric
 from megatron_dppo.config.layout import Layout
 from megatron_dppo.config.schema import Config
-from megatron_dppo.engines.server_engine import ServerEngine
 from megatron_dppo.files import MAKE_ROOM, disk_errors, require_space
 from megatron_dppo.parallel.groups import ParallelGroups
 from megatron_dppo.parallel.objects import gather_objects, run_on_leader
+from megatron_dppo.process.lock import FolderLock
 from megatron_dppo.report.clock import Clock
 from megatron_dppo.report.console import Console
 from megatron_dppo.report.curves import write_curves
 from megatron_dppo.report.findings import LearningWarnings
 from megatron_dppo.report.metrics import MetricsWriter, add_prefix, reduce_over_samples
-from megatron_dppo.report.printable import printable
-from megatron_dppo.report.records import before_after_table, compare_responses, list_output_files, summarize
+from megatron_dppo.report.records import (
+    before_after_table,
+    compare_responses,
+    list_output_files,
+    metric_problem,
+    missing_records,
+    read_metrics,
+    set_damaged_lines_aside,
+    summarize,
+)
+from megatron_dppo.report.steps.files import delete_steps_after
 from megatron_dppo.rewards.item import MAX_PARTS
 from megatron_dppo.rollout.batch import CollectedRollouts
-from megatron_dppo.rollout.engine import RolloutEngine
-from megatron_dppo.run.evaluation import read_sample_responses
+from megatron_dppo.run.evaluation import SAMPLES, read_sample_responses, sample_problem
+from megatron_dppo.setup.changes import Change
+from megatron_dppo.setup.contents import Contents
+from megatron_dppo.setup.resume import ResumePoint
+from megatron_dppo.setup.run_folder import UNSAVED, set_metrics_aside
+from megatron_dppo.setup.starts import changes_since_last_start, record_start
 from megatron_dppo.types import (
     FinishReason,
     Metric,
@@ -37,51 +50,9 @@ from megatron_dppo.types import (
     StepResult,
     TrainingSample,
 )
-from megatron_dppo_engines.sampling_sums import RankSums
-from megatron_dppo_engines.servers.pool import PoolCounts
-from megatron_dppo_engines.servers.response_times import find_slowest
 
-_SHOWN_MESSAGES = 128
-"""Messages about broken contracts and lost servers that one rank prints in a step: two for each of 64 servers."""
 _RECORD_BYTES = 1_000_000
 """Far more than a step's records take."""
-
-
-def step_metrics(
-    groups: ParallelGroups,
-    collected: CollectedRollouts,
-    samples: Sequence[TrainingSample],
-    results: Sequence[StepResult],
-    clock: Clock,
-    requests: dict[str, Metric],
-    *,
-    dp: int,
-    sources: Iterable[str] = (),
-) -> dict[str, float]:
-    """Return the metrics of a step, reduced over all ranks; a collective."""
-    local = rollout_metrics(collected.groups, samples) | collected.metrics(dp) | requests
-    local |= source_metrics(collected.groups, sources)
-    rollout = reduce_over_samples(groups, local)
-    # A denominator of 1 / dp a rank sums to 1: the value is the sum over the ranks, not a mean.
-    tokens = reduce_over_samples(groups, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / dp)})
-    # Before the first update pi and mu have the same weights: what differs is the engine.
-    first = {f"{name}_first": value for name, value in results[0].metrics.items() if name == "abs_prob_diff"}
-    train = reduce_updates([result.metrics for result in results]) | first
-    train |= {
-        "grad_norm": _mean(r.grad_norm for r in results),
-        "learning_rate": results[-1].learning_rate,
-        "skipped_updates": float(sum(r.skipped for r in results)),
-        "policy_version": float(results[-1].policy_version),
-    }
-    seconds = clock.total()
-    perf = {f"{name}_seconds": value for name, value in clock.parts.items()} | {
-        "step_seconds": seconds,
-        # What the loop itself costs: everything but the parts above.
-        "overhead_seconds": seconds - sum(clock.parts.values()),
-        "tokens": tokens["tokens"],
-        "tokens_per_second": tokens["tokens"] / seconds,
-    }
-    return add_prefix("train", train) | add_prefix("rollout", rollout) | add_prefix("perf", perf)
 
 
 def reduce_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -93,38 +64,6 @@ def reduce_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: max(values) if name.endswith("_max") else _mean(values) for name, values in values_by_name.items()}
 
 
-def request_metrics(engine: RolloutEngine | None, *, has_servers: bool, dp: int) -> dict[str, Metric]:
-    """Return counts of this step's requests, to be summed over the ranks; empty without servers.
-
-    Every rank must have the same metrics, also one without an engine, which gets its rollouts from another rank.
-    """
-    if not has_servers:
-        return {}
-    counts = take_counts(engine)
-    slowest = find_slowest(counts.times)
-    return {
-        "retried_requests": Metric(counts.retries, 1 / dp),
-        "evicted_servers": Metric(counts.evicted_servers, kind="max"),
-        "invalid_responses": Metric(counts.invalid_responses, 1 / dp),
-        "slowest_server": Metric(1.0 if slowest is None else slowest.factor, kind="max"),
-    }
-
-
-def take_counts(engine: RolloutEngine | None) -> PoolCounts:
-    """Return an engine's counts since the last call, and print its messages on every rank: each has its own answers."""
-    counts = engine.take_counts() if isinstance(engine, ServerEngine) else PoolCounts()
-    slowest = find_slowest(counts.times)
-    notes = [slowest.text] if slowest is not None and slowest.text else []
-    for message in counts.messages[:_SHOWN_MESSAGES] + notes:
-        print(f"servers  {printable(message)}", file=sys.stderr, flush=True)
-    return counts
-
-
-def token_ranks(engine: RolloutEngine | None) -> dict[str, RankSums]:
-    """Return the ranks of the tokens that an engine over servers got since the last call, by URL."""
-    return engine.take_ranks() if isinstance(engine, ServerEngine) else {}
-
-
 def _mean(values: Iterable[float]) -> float:
     numbers = list(values)
     return sum(numbers) / len(numbers)
@@ -134,29 +73,128 @@ class Records:
     """Reports of a run: metrics to files and trackers, lines to the console, a summary at the end."""
 
     def __init__(
-        self, config: Config, layout: Layout, groups: ParallelGroups, console: Console, started: float
+        self,
+        config: Config,
+        layout: Layout,
+        groups: ParallelGroups,
+        console: Console,
+        lock: FolderLock | None,
+        started: float,
     ) -> None:
         self._config = config
         self._layout = layout
         self._groups = groups
+        self._lock = lock
         self._started = started
-        self._folder = Path(config.run.output_dir)
         self._warnings = LearningWarnings(has_reward_signal=not config.distillation.is_enabled)
+        self.folder = Path(config.run.output_dir)
         self.console = console
         self.writer: MetricsWriter | None = None
         """None on all ranks but 0, and before ``open``."""
+
+    def check_folder(self) -> None:
+        """End this process if the run's folder is no longer its own. Call it before each write to the folder."""
+        if self._lock is not None:
+            self._lock.exit_if_lost()
+
+    def begin(self, point: ResumePoint | None, step: int, contents: Contents) -> None:
+        """Record this start and open the metrics, without records of later steps than ``step``; a collective.
+
+        Args:
+            point: Checkpoint that the run resumes from, if any.
+            step: Step of that checkpoint, or 0.
+            contents: Files of the configuration, on rank 0.
+        """
+        folder = self.folder
+        say = self.console.print
+        for note in run_on_leader(lambda: set_damaged_logs_aside(folder), self._groups.world):
+            say(note)
+        changes: Sequence[Change] = () if point is None else point.changes
+        if point is not None and (note := missing_records(folder, step)):
+            say(note)
+        if point is None and (before := read_metrics(folder / "metrics.jsonl")):
+            changes = changes_since_last_start(folder, self._config, contents)
+            say(
+                f"note     an earlier start in this folder reached step {before[-1]['step']} and left no checkpoint: "
+                f"this one begins at step 0\n         the earlier metrics are in {UNSAVED}/"
+            )
+            for change in changes:
+                say(f"         changed: {change}")
+
+        def write() -> str:
+            if point is None:
+                set_metrics_aside(folder)
+            # Recorded steps after the checkpoint are those of an attempt whose updates are lost.
+            delete_steps_after(folder, step)
+            return record_start(
+                folder,
+                self._config,
+                world_size=self._layout.world_size,
+                layout=str(self._layout),
+                resumed_step=None if point is None else step,
+                changes=[str(change) for change in changes],
+                contents=contents,
+            )
+
+        if note := run_on_leader(write, self._groups.world):
+            say(note)
+        self.open(step or None)
 
     def open(self, resumed_step: int | None) -> None:
         """Open the metrics' files and trackers on rank 0; records of steps after ``resumed_step`` are dropped."""
         if dist.get_rank() != 0:
             return
         config = self._config
-        self.writer = MetricsWriter(self._folder, config.model_dump(), config.log, resumed_step=resumed_step)
+        self.writer = MetricsWriter(self.folder, config.model_dump(), config.log, resumed_step=resumed_step)
+
+    def begin_training(self, step: int) -> None:
+        """Show the progress of the steps after this one."""
+        self.console.start("training", self._config.run.num_steps, step)
+
+    def measure(
+        self,
+        collected: CollectedRollouts,
+        samples: Sequence[TrainingSample],
+        results: Sequence[StepResult],
+        clock: Clock,
+        requests: dict[str, Metric],
+    ) -> dict[str, float]:
+        """Return the metrics of a step, reduced over all ranks; a collective."""
+        dp = self._layout.dp
+        local = rollout_metrics(collected.groups, samples) | collected.metrics(dp) | requests
+        local |= source_metrics(collected.groups, self._config.data.sources)
+        rollout = reduce_over_samples(self._groups, local)
+        # A denominator of 1 / dp a rank sums to 1: the value is the sum over the ranks, not a mean.
+        tokens = reduce_over_samples(self._groups, {"tokens": Metric(sum(s.num_tokens for s in samples), 1 / dp)})
+        # Before the first update pi and mu have the same weights: what differs is the engine.
+        first = {f"{name}_first": value for name, value in results[0].metrics.items() if name == "abs_prob_diff"}
+        train = reduce_updates([result.metrics for result in results]) | first
+        train |= {
+            "grad_norm": _mean(r.grad_norm for r in results),
+            "learning_rate": results[-1].learning_rate,
+            "skipped_updates": float(sum(r.skipped for r in results)),
+            "policy_version": float(results[-1].policy_version),
+        }
+        seconds = clock.total()
+        perf = {f"{name}_seconds": value for name, value in clock.parts.items()} | {
+            "step_seconds": seconds,
+            # What the loop itself costs: everything but the parts above.
+            "overhead_seconds": seconds - sum(clock.parts.values()),
+            "tokens": tokens["tokens"],
+            "tokens_per_second": tokens["tokens"] / seconds,
+        }
+        return add_prefix("train", train) | add_prefix("rollout", rollout) | add_prefix("perf", perf)
+
+    def log_step(self, step: int, metrics: dict[str, float], groups: Sequence[RolloutGroup]) -> None:
+        """Log a step with the first error of its failed episodes, if any; a collective."""
+        agents_failed = metrics.get("rollout/agent/failed_fraction", 0.0)
+        self.log(step, metrics, first_agent_error(groups, agents_failed, self._groups.world))
 
     def log(self, step: int, values: dict[str, float], agent_error: str = "") -> None:
         """Write a step's metrics everywhere and show one line; a collective. Empty values write nothing."""
         if not values:
             return
+        self.check_folder()
         writer = self.writer
 
         def write() -> None:
@@ -183,15 +221,30 @@ class Records:
         for note in notes:
             self.console.print(f"servers  {note}")
 
-    def summarize(self, policy_updates: int, answers_before: Sequence[Mapping[str, Any]]) -> None:
-        """Write ``summary.json`` and the curves, and print the change of the results. A collective."""
+    def summarize(
+        self, best: tuple[float, int] | None, policy_updates: int, answers_before: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Write ``summary.json`` and the curves, and print the best accuracy and the change of the results.
+
+        A collective.
+
+        Args:
+            best: See ``RunState``.
+            policy_updates: Updates of the whole run.
+            answers_before: Responses from before training, on rank 0.
+        """
+        goal = self._config.eval.stop_at_accuracy
+        if best is not None and goal is not None and best[0] >= goal:
+            self.console.print(
+                f"solved   eval/accuracy {best[0]:.3f} at step {best[1]} reached eval.stop_at_accuracy = {goal}"
+            )
         run_on_leader(lambda: self._summarize(policy_updates, answers_before), self._groups.world)
 
     def _summarize(self, policy_updates: int, answers_before: Sequence[Mapping[str, Any]]) -> None:
         if self.writer is None:
             return
         config = self._config
-        folder = self._folder
+        folder = self.folder
         console = self.console
         with disk_errors(folder, "the summary"):
             summarize(
@@ -215,6 +268,12 @@ class Records:
         """Close the files and trackers."""
         if self.writer is not None:
             self.writer.close()
+
+
+def set_damaged_logs_aside(folder: Path) -> list[str]:
+    """Take damaged lines out of the run's logs, and return warnings."""
+    checks = {"metrics.jsonl": metric_problem, SAMPLES: sample_problem}
+    return [note for name, check in checks.items() if (note := set_damaged_lines_aside(folder / name, check))]
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], samples: Sequence[TrainingSample]) -> dict[str, Metric]:

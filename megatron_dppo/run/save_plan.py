@@ -14,7 +14,9 @@ from megatron_dppo.config.train import TrainConfig
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.process.stop_signal import Stopped, StopSignal
 from megatron_dppo.process.time_limit import TimeLimit
-from megatron_dppo.run.checkpoints import Checkpoints, RunState
+from megatron_dppo.report.clock import PROGRESS
+from megatron_dppo.run.checkpoints import Checkpoints
+from megatron_dppo.run.run_state import RunState
 from megatron_dppo.setup.failed_functions import AGENT_KEYS, REWARD_KEYS, FunctionsFailed
 
 
@@ -61,6 +63,19 @@ class SavePlan:
             is_due_by_time=checkpoints.is_due_by_time(),
             reason_to_stop=reason,
         )
+
+    def carry_out(self, checkpoints: Checkpoints, state: RunState) -> None:
+        """Write the checkpoint that is due, report the previous one if it is complete, and raise the reason to stop."""
+        if self.is_due or self.is_due_by_time:
+            with PROGRESS.part("save"), checkpoints.timer.measure(by_time=not self.is_due):
+                checkpoints.collector.free_gpus()
+                if self.is_due:
+                    checkpoints.save(state)
+                else:
+                    checkpoints.save_by_time(state)
+        checkpoints.finish(wait=self.reason_to_stop is not None)
+        if self.reason_to_stop is not None:
+            raise self.reason_to_stop
 
 
 def failures_error(

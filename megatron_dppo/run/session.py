@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
@@ -17,28 +16,27 @@ from megatron_dppo.config.run import CheckpointConfig
 from megatron_dppo.config.schema import Config
 from megatron_dppo.engines.serving.command import count_gpus_per_server, server_options
 from megatron_dppo.engines.serving.environment import server_network, transfer_variables
-from megatron_dppo.parallel.objects import all_gather_objects, is_leader, run_on_leader
+from megatron_dppo.parallel.objects import all_gather_objects, is_leader
 from megatron_dppo.parallel.platform import Platform, pin_threads
 from megatron_dppo.parallel.rendezvous import join_ranks, open_store
 from megatron_dppo.process.lock import FolderLock
 from megatron_dppo.process.watchdog import Watchdog
 from megatron_dppo.report.console import Console
-from megatron_dppo.report.records import metric_problem, read_metrics, set_damaged_lines_aside
-from megatron_dppo.report.steps.files import delete_steps_after
 from megatron_dppo.rewards.scorer import RewardScorer
 from megatron_dppo.rollout.batch import RankColumns
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.scheduler import RolloutScheduler
 from megatron_dppo.rollout.turns import GenerateFunction
-from megatron_dppo.run.checkpoints import Checkpoints, RunState
-from megatron_dppo.run.evaluation import SAMPLES, Evaluator, sample_problem
-from megatron_dppo.run.gpus import Gpus, build_gpus
-from megatron_dppo.run.guard_state import GuardState
+from megatron_dppo.run.checkpoints import Checkpoints
+from megatron_dppo.run.collector import RolloutCollector
+from megatron_dppo.run.evaluation import Evaluator
+from megatron_dppo.run.gpus import build_gpus
 from megatron_dppo.run.policy_setup import build_groups, build_policy
 from megatron_dppo.run.recording import StepRecorder
 from megatron_dppo.run.run_records import Records
+from megatron_dppo.run.run_state import RunState
 from megatron_dppo.run.step import PolicyUpdater
-from megatron_dppo.setup.changes import Change, ServedModels
+from megatron_dppo.setup.changes import ServedModels
 from megatron_dppo.setup.contents import Contents, ReadContents, read_contents
 from megatron_dppo.setup.engines import (
     build_engine,
@@ -52,9 +50,8 @@ from megatron_dppo.setup.engines import (
 from megatron_dppo.setup.inputs import Inputs, resolve_num_steps
 from megatron_dppo.setup.preflight import Start, find_problems, require_inputs
 from megatron_dppo.setup.resume import ResumePoint, find_resume_point
-from megatron_dppo.setup.run_folder import UNSAVED, open_folder, set_metrics_aside
+from megatron_dppo.setup.run_folder import open_folder
 from megatron_dppo.setup.served_models import ReadServedModels, read_served_models
-from megatron_dppo.setup.starts import changes_since_last_start, record_start
 from megatron_dppo.weights.sharing import find_sharing
 from megatron_dppo_engines.server import InferenceServer
 
@@ -71,76 +68,25 @@ class Session:
     config: Config
     inputs: Inputs
     trainer: PolicyTrainer
-    groups: ParallelGroups
-    engine: RolloutEngine | None
-    """None on ranks that get their rollouts from the leader of their model-parallel group."""
     updater: PolicyUpdater
-    stream: RolloutScheduler
-    gpus: Gpus
-    """Turns of the engine and the trainer on the GPUs, and the publishing of weights."""
+    collector: RolloutCollector
+    """Engine, stream of rollouts, and turns on the GPUs."""
     evaluator: Evaluator
     records: Records
-    recorder: StepRecorder
-    """Recording of whole steps (``log.rollouts_every``)."""
     checkpoints: Checkpoints
     resume_point: ResumePoint | None
     """Checkpoint that ``begin`` resumes from. None starts at step 0."""
     contents: Contents
     """Files of the configuration. Empty on ranks other than 0."""
-    lock: FolderLock | None
-    """Lock of the run's folder. None on all ranks but 0."""
     state: RunState = field(default_factory=RunState)
-
-    def check_folder(self) -> None:
-        """End this process if the run's folder is no longer its own. Call it before each write to the folder."""
-        if self.lock is not None:
-            self.lock.exit_if_lost()
 
     def begin(self) -> None:
         """Resume from ``resume_point``, if any, and open the run's records; a collective of all ranks.
 
         Everything that can refuse a start happens before. Until here the run's files are unchanged.
         """
-        point = self.resume_point
-        folder = Path(self.config.run.output_dir)
-        say = self.records.console.print
-        self.trainer.check_can_save()
-        for note in run_on_leader(lambda: set_damaged_logs_aside(folder), dist.group.WORLD):
-            say(note)
-        if point is not None:
-            self.state, self.evaluator.responses_before = self.checkpoints.restore(point)
-            if note := missing_records(folder, self.state.step):
-                say(note)
-        changes: Sequence[Change] = () if point is None else point.changes
-        if point is None and (before := read_metrics(folder / "metrics.jsonl")):
-            changes = changes_since_last_start(folder, self.config, self.contents)
-            say(
-                f"note     an earlier start in this folder reached step {before[-1]['step']} and left no checkpoint: "
-                f"this one begins at step 0\n         the earlier metrics are in {UNSAVED}/"
-            )
-            for change in changes:
-                say(f"         changed: {change}")
-
-        def write() -> str:
-            if point is None:
-                set_metrics_aside(folder)
-            if point is not None:
-                self.checkpoints.tidy(point, self.state)
-            # Recorded steps after the checkpoint are those of an attempt whose updates are lost.
-            delete_steps_after(folder, self.state.step)
-            return record_start(
-                folder,
-                self.config,
-                world_size=self.inputs.layout.world_size,
-                layout=str(self.inputs.layout),
-                resumed_step=self.state.step if point is not None else None,
-                changes=[str(change) for change in changes],
-                contents=self.contents,
-            )
-
-        if note := run_on_leader(write, dist.group.WORLD):
-            say(note)
-        self.records.open(self.state.step or None)
+        self.state = self.checkpoints.begin(self.resume_point)
+        self.records.begin(self.resume_point, self.state.step, self.contents)
 
 
 @contextmanager
@@ -255,17 +201,33 @@ def _build_session(joined: _JoinedRun, opened: _OpenRun, started: float) -> Sess
     if not is_leader(groups.replica):
         # The batch-invariant engine exists on every rank, for the stream. All else is done by the leader's alone.
         engine = None
-    records = Records(config, inputs.layout, groups, console, started)
+    records = Records(config, inputs.layout, groups, console, opened.lock, started)
+    collector = RolloutCollector(
+        train=config.train,
+        reward=config.reward,
+        has_teacher=config.distillation.is_enabled,
+        has_servers=config.rollout.engine != "local",
+        trainer=trainer,
+        engine=engine,
+        stream=stream,
+        gpus=build_gpus(config.rollout, trainer, publisher),
+        recorder=StepRecorder(config.run, config.log, config.loss, trainer, records, inputs.tokenizer),
+        show=records.show_servers,
+    )
+    evaluator = Evaluator(
+        config, inputs.eval_prompts, stream, groups, dp=inputs.layout.dp, dp_rank=trainer.dp_rank, log=records.log
+    )
     checkpoints = Checkpoints(
         config=config,
         inputs=inputs,
         trainer=trainer,
-        stream=stream,
-        has_engine=engine is not None,
+        collector=collector,
+        evaluator=evaluator,
         background=_background_group(config.checkpoint, world),
         say=console.print,
         contents=opened.contents,
         served=opened.served,
+        check_folder=records.check_folder,
     )
     parts.callback(records.close)
     parts.callback(publisher.close)
@@ -277,19 +239,13 @@ def _build_session(joined: _JoinedRun, opened: _OpenRun, started: float) -> Sess
         config=config,
         inputs=inputs,
         trainer=trainer,
-        groups=groups,
-        engine=engine,
         updater=PolicyUpdater(trainer, config, teacher),
-        stream=stream,
-        gpus=build_gpus(config.rollout, trainer, publisher),
-        evaluator=Evaluator(config, inputs.eval_prompts, stream, groups, dp=inputs.layout.dp, dp_rank=trainer.dp_rank),
+        collector=collector,
+        evaluator=evaluator,
         records=records,
-        recorder=StepRecorder(config.run, config.log, config.loss, trainer, groups, inputs.tokenizer),
         checkpoints=checkpoints,
         resume_point=opened.point,
         contents=opened.contents,
-        lock=opened.lock,
-        state=RunState(guard=GuardState.from_config(config.rollout, config.train)),
     )
 
 
@@ -299,24 +255,6 @@ def _background_group(checkpoint: CheckpointConfig, world: dist.ProcessGroup) ->
 
     saves_in_background = checkpoint.async_save or checkpoint.save_every_minutes is not None
     return new_background_group(world) if saves_in_background else None
-
-
-def set_damaged_logs_aside(folder: Path) -> list[str]:
-    """Take damaged lines out of the run's logs, and return warnings."""
-    checks = {"metrics.jsonl": metric_problem, SAMPLES: sample_problem}
-    return [note for name, check in checks.items() if (note := set_damaged_lines_aside(folder / name, check))]
-
-
-def missing_records(folder: Path, step: int) -> str:
-    """Return a note if ``metrics.jsonl`` lacks steps that the resumed checkpoint has. Empty if it lacks none."""
-    recorded = {record["step"] for record in read_metrics(folder / "metrics.jsonl")}
-    missing = sorted(set(range(1, step + 1)) - recorded)
-    if not missing:
-        return ""
-    return (
-        f"warning  {folder / 'metrics.jsonl'} has no record of {len(missing)} steps up to step {step}, from "
-        f"step {missing[0]} on: it was deleted or cut. The run continues, and these records stay missing"
-    )
 
 
 def _find_sharing(joined: _JoinedRun) -> MemorySharing | None:

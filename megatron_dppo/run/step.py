@@ -34,6 +34,7 @@ from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.request_scheduler import sampling_seed
 from megatron_dppo.run.guard_state import GuardState, leaves_loss
 from megatron_dppo.run.recording import StepRecord
+from megatron_dppo.run.run_state import RunState
 from megatron_dppo.types import Metric, RolloutGroup, StepResult, TrainingSample
 from megatron_dppo_engines.sampling_sums import RankSums
 
@@ -76,6 +77,10 @@ class StepBatch:
     """Result of ``make_samples`` for the rollouts."""
     ranks: Mapping[str, RankSums] = field(default_factory=dict)
     """Ranks of the tokens that this rank's engine got since the last step, by URL."""
+    probed: Mapping[str, float] = field(default_factory=dict)
+    """See ``Publisher``."""
+    record: StepRecord | None = None
+    """Receives the samples and what the updates compute for them. None records nothing."""
 
 
 @dataclass
@@ -94,14 +99,14 @@ class PolicyUpdater:
         batch: StepBatch,
         clock: Clock,
         *,
-        guard_state: GuardState | None = None,
-        record: StepRecord | None = None,
+        state: RunState | None = None,
         mini_batches: Callable[[int], list[list[int]]] | None = None,
     ) -> list[StepResult]:
         """Apply one optimizer update per mini-batch and epoch, and return their results; a collective of all ranks.
 
-        The state of the guard gets the servers that it excludes; None is a step by itself. ``mini_batches`` returns the
-        indices of the rollouts of each mini-batch of an epoch; None shuffles by the run's seed.
+        The run's state gets the servers that the guard excludes and counts skipped updates; None is a step by itself.
+        ``mini_batches`` returns the indices of the rollouts of each mini-batch of an epoch; None shuffles by the run's
+        seed.
 
         Raises:
             TrainingStopped: The rollouts do not fit the policy, or are no samples of it, and no server without a
@@ -110,19 +115,21 @@ class PolicyUpdater:
         config, trainer = self.config, self.trainer
         # One learning rate for all updates of the step.
         trainer.optimizer.set_step(batch.step)
-        state = GuardState.from_config(config.rollout, config.train) if guard_state is None else guard_state
-        guard = state.begin_step(config, trainer.groups, batch.collected, batch.ranks)
-        samples = [without_servers(sample, state.excluded) for sample in batch.samples]
+        state = state or RunState(guard=GuardState.from_config(config.rollout, config.train))
+        state.guard.history.probed |= batch.probed
+        guard = state.guard.begin_step(config, trainer.groups, batch.collected, batch.ranks)
+        samples = [without_servers(sample, state.guard.excluded) for sample in batch.samples]
 
-        updater = self._open_updater(record)
+        updater = self._open_updater(batch.record)
         samples, metrics = self._complete(updater, samples, batch.collected.groups, clock)
-        if record is not None:
-            samples = record.number_samples(samples, trainer.dp_rank)
+        if batch.record is not None:
+            samples = batch.record.number_samples(samples, trainer.dp_rank)
 
         # Data-parallel ranks have different samples, so each shuffles in an order of its own.
         seed = sampling_seed(config.run.seed, "order", batch.step, trainer.dp_rank)
         results = list(updater.run(samples, seed, clock, guard, mini_batches))
-        state.excluded |= updater.excluded
+        state.guard.excluded |= updater.excluded
+        state.count_skipped(results)
 
         # Metrics of the step stand with its first update.
         if config.reward.kl_coef:

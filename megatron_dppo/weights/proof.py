@@ -76,11 +76,11 @@ class WeightProofs:
         synced = {url: self._digests[url] for url in attempt.synced if url in self._digests}
         # A server that came back, or that changes the form of its tensors, gets a full proof, and so do the others.
         can_sample = all(self._records[url].is_exact for url in layouts)
-        sample = None if is_full or not can_sample else self._draw_sample()
+        sample = None if is_full or not can_sample else self.draw_sample()
         stream = StreamDigests(layouts.values(), self._num_kv_heads, sample)
         return SyncProof(self._records, layouts, stream, synced, is_full=sample is None)
 
-    def _draw_sample(self) -> set[str]:
+    def draw_sample(self) -> set[str]:
         """Return one of each few tensors that follow each other, so that a part of the stream is not left out."""
         groups = (self._names[i : i + _SAMPLE_EVERY] for i in range(0, len(self._names), _SAMPLE_EVERY))
         return {self._random.choice(group) for group in groups}

@@ -158,7 +158,7 @@ class ServerPublisher(Publisher):
         self._trainer = trainer
         self._engine = engine
         self._sync = sync
-        self._rollout = rollout
+        self.rollout = rollout
         self._probe = probe
         self._sharing = sharing
         self._adapters = adapters
@@ -170,7 +170,7 @@ class ServerPublisher(Publisher):
 
     def publish(self) -> list[str]:
         """See ``Publisher``. NoUsableServer: none responds. PublishError: none got the weights or samples from them."""
-        settings = self._rollout.weight_sync
+        settings = self.rollout.weight_sync
         version = self._trainer.policy_version
         is_first = self._num_published == 0
         runs_probe = is_first or bool(settings.probe_every and self._num_published % settings.probe_every == 0)
@@ -205,7 +205,7 @@ class ServerPublisher(Publisher):
 
     def release(self) -> list[str]:
         """Have the servers release their GPU memory until the next ``publish``; return notes. A collective."""
-        attempts = self._rollout.weight_sync.attempts
+        attempts = self.rollout.weight_sync.attempts
         self._pause()
 
         def release() -> list[str]:
@@ -227,7 +227,7 @@ class ServerPublisher(Publisher):
 
     def _wait_for_any(self, urls: Iterable[str]) -> None:
         """Wait on all ranks until one of the servers responds to rank 0, or until the patience ends."""
-        patience = self._rollout.servers.unavailable_timeout_seconds
+        patience = self.rollout.servers.unavailable_timeout_seconds
 
         def wait() -> None:
             assert self._sync is not None

@@ -201,7 +201,7 @@ def check(lecture: Lecture, samples: list[TrainingSample], expected: Expected, p
         placement=Placement(model.config, trainer.layout, trainer.groups, platform),
         weights=DictWeights(stream_model(model)),
     )
-    assert not any(p.numel() for chunk in teacher._chunks for p in chunk.parameters()), "it is away between passes"
+    assert not any(p.numel() for chunk in teacher.chunks for p in chunk.parameters()), "it is away between passes"
     local_samples = samples[trainer.dp_rank :: trainer.layout.dp]
     updater = Updater(trainer, config.train, config.loss, scoring_teacher=teacher)
     wanted = expected.teacher_logprobs[trainer.dp_rank :: trainer.layout.dp]

@@ -98,14 +98,14 @@ def measure(case: Case, platform: Platform, dtype: str = "fp32", **sections: dic
         expected, size = side.backward()
         metrics = trainer.accumulate(batches, policy_objective(LOSS))
         errors["loss"] = max(errors["loss"], abs(metrics["loss"] - expected) / size)
-        result, own = trainer._noise.gradient, side.log_std.grad
+        result, own = trainer.noise.gradient, side.log_std.grad
         assert own is not None
         errors["noise_gradient"] = max(errors["noise_gradient"], relative_error(result, own))
         if step == 0:
             errors["gradient"] = worst(on_cpu(trainer.bridge.export(gradient_reader(trainer))), side.gradients())
         trainer.apply(metrics)
         side.step()
-    errors["noise"] = relative_error(trainer._noise.log_std, side.log_std.detach())
+    errors["noise"] = relative_error(trainer.noise.log_std, side.log_std.detach())
     assert relative_error(side.log_std.detach(), torch.full((3,), math.log(SETTINGS["std"]))) > 0.01
     errors["weights"] = worst(on_cpu(trainer.export_weights()), dict(stream_model(side.model)))
     return errors
@@ -131,11 +131,11 @@ def half(rank: int, world_size: int) -> None:
     side.step()
     scale = trainer.optimizer.loss_scale.value
     trainer.apply(trainer.accumulate(batches, policy_objective(LOSS)))
-    own = trainer._noise.log_std.grad
+    own = trainer.noise.log_std.grad
     assert scale == 16
-    adam_of = relative_error(trainer._noise.log_std, side.log_std.detach())
+    adam_of = relative_error(trainer.noise.log_std, side.log_std.detach())
     assert relative_error(own, side.gradient) < 0.05, (own, side.gradient)
-    assert adam_of < 1e-3, (trainer._noise.log_std, side.log_std)
+    assert adam_of < 1e-3, (trainer.noise.log_std, side.log_std)
 
 
 def run(rank: int, world_size: int, cases: list[Case]) -> None:

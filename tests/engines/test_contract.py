@@ -31,7 +31,7 @@ def over(urls: list[str], use: Callable[[ServerPool], Any], **more: Any) -> Any:
         settings = {"max_in_flight": 16, "health_seconds": 5.0, "unavailable_timeout_seconds": 1.0}
         pool = ServerPool(clients, checked(CONTRACT), **{**settings, **more})
         pool.use_version(-1, urls)
-        pool._versions = [-1]
+        pool.versions = [-1]
         try:
             return await use(pool)
         finally:

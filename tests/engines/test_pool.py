@@ -85,7 +85,7 @@ def update(engine: ServerEngine, clients: Any, model: Reference, version: int) -
         for client in clients:
             await client.update_from_disk(str(model.folder), version)
             await client.resume()
-        engine._pool.use_version(version, [client.url for client in clients])
+        engine.pool.use_version(version, [client.url for client in clients])
 
     engine.run(run())
 

@@ -84,7 +84,7 @@ class World:
         weights = settings.pop("part_weights", None)
         function = AgentFunction(AgentConfig(**{key: name, **settings}), {}, part_weights=weights)
         if key == "function":
-            function._agent._function = agent  # type: ignore[attr-defined]
+            function.agent._function = agent  # type: ignore[attr-defined]
         engine = ServerEngine(
             [self.server],  # type: ignore[list-item]
             self.tokenizer,

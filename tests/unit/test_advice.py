@@ -42,7 +42,8 @@ ADVISING = ("run/guard.py", "run/guard_state.py", "run/sampling_test.py", "run/s
 ADVISING += (
     "process/watchdog.py",
     "process/lock.py",
-    "run/session.py",
+    "run/run_records.py",
+    "report/records.py",
     "files.py",
     "weights/verdict.py",
     "report/metrics.py",

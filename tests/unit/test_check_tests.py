@@ -57,6 +57,10 @@ PRIVATE_NAMES = {
     "of a class": "quick = Pool._quick",
     "of another name": "def test():\n    cls = Pool\n    cls._quick(None)",
     "in a string": "def test(monkeypatch):\n    monkeypatch.setattr('megatron_dppo.rewards.pool._READY_SECONDS', 1)",
+    "of an object": "def test():\n    made = Pool(1)\n    made._quick",
+    "of an object at once": "Pool(1)._quick",
+    "of an object outside": "made = Pool(1)\ndef test():\n    made._quick = None",
+    "of an annotated argument": "def test(made: Pool):\n    made._quick.go()",
     "patched": "def test(monkeypatch):\n    monkeypatch.setattr(Pool, '_quick', 1)",
     "patched in a loop": "def test():\n    for name in ('close', '_quick'):\n        setattr(Pool, name, 1)",
 }
@@ -76,7 +80,9 @@ PUBLIC_NAMES = {
     "with a reason": "quick = Pool._quick  # reaches: the workers take seconds",
     "a special name": "name = Pool.__name__, pool.__file__",
     "another package's": "import torch\ntorch._C._get_tracing_state()",
-    "of an instance": "def test(made):\n    made._quick = None",
+    "of an unknown object": "def test(made):\n    made._quick = None",
+    "of another package's object": "def test(path: Path):\n    Path('a')._parts, path._parts",
+    "of an object with an earlier value": "def test(other):\n    made = Pool(1)\n    made = other\n    made._quick",
     "a named tuple's": "from megatron_dppo.types import Metric\nMetric._replace",
 }
 BAD_COMPARISONS = {
@@ -105,6 +111,29 @@ def test_what_tests_nothing_is_found(text: str) -> None:
 def test_a_match_keeps_keys_and_at_most_three_words(pattern: str, quote: str) -> None:
     source = f'with pytest.raises(ValueError, match={quote}"{pattern}"):\n    pass'
     assert len(list(check_tests.findings(IMPORTS + source))) == (pattern in PROSE.values())
+
+
+PARAMETERS = {
+    "match=": ("value, words", "(1, {})", "with pytest.raises(ValueError, match=words): pass", 1),
+    "escaped": ("value, words", "(1, {})", "with pytest.raises(ValueError, match=re.escape(words)): pass", 1),
+    "in str()": ("value, words", "pytest.param(1, {}, id='a')", "assert words in str(error.value)", 1),
+    "one parameter": ("words", "{}", "assert words in str(error.value)", 1),
+    "another parameter": ("words, value", "({}, 1)", "with pytest.raises(ValueError, match=value): pass", 0),
+    "no error": ("words", "{}", "assert words in text", 0),
+}
+
+
+@pytest.mark.parametrize("pattern", [*PROSE.values(), *SHORT_MATCHES.values()])
+@pytest.mark.parametrize(("names", "row", "body", "count"), PARAMETERS.values(), ids=PARAMETERS)
+def test_a_parameter_that_an_error_must_contain_is_as_short(
+    names: str, row: str, body: str, count: int, pattern: str
+) -> None:
+    rows = "[" + row.format(f'r"""{pattern}"""') + "]"
+    for source in (
+        f"@pytest.mark.parametrize('{names}', {rows})\ndef test({names}):\n    {body}",
+        f"ROWS = {rows}\n@pytest.mark.parametrize({tuple(names.split(', '))}, ROWS)\ndef test({names}):\n    {body}",
+    ):
+        assert len(list(check_tests.findings(IMPORTS + source))) == (count if pattern in PROSE.values() else 0), source
 
 
 @pytest.mark.parametrize("text", PRIVATE_NAMES.values(), ids=PRIVATE_NAMES)

@@ -98,9 +98,7 @@ def install(tmp_path: Path, uv_code: int, **variables: str) -> tuple[int, str, s
     )
     uv.chmod(0o755)
     python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/bash\nif [ "$3" = config ]; then exec {sys.executable} "$@"; fi\necho "pip: $@"\n'
-    )
+    python.write_text(f'#!/bin/bash\nif [ "$3" = config ]; then exec {sys.executable} "$@"; fi\necho "pip: $@"\n')
     python.chmod(0o755)
     script = f"source {ROOT}/tools/environment.sh; pip_install {python} --no-deps -r list.txt"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "SSL_"))}

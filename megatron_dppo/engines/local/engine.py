@@ -73,7 +73,7 @@ class LocalEngine:
         self._loop = asyncio.Runner()  # creates its loop at the first run, so never without a function
         self._held: dict[int, GroupState] = {}
         """Responses of incomplete groups, by key."""
-        self._thread = ThreadPoolExecutor(1, "rollout", initializer=_set_cuda_device, initargs=(device,))
+        self.thread = ThreadPoolExecutor(1, "rollout", initializer=_set_cuda_device, initargs=(device,))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy full tensors into this copy; every later completion has ``version``."""
@@ -91,7 +91,7 @@ class LocalEngine:
         for sample in samples:
             sample.stop_token_ids = stop_token_ids
         # Waits behind rollouts that were submitted before.
-        self._thread.submit(self._complete, samples, params, None).result()
+        self.thread.submit(self._complete, samples, params, None).result()
         return [sample.completion for sample in samples if sample.completion is not None]
 
     def submit(
@@ -102,7 +102,7 @@ class LocalEngine:
         If sampling fails, no group of the call gets a result, and held responses stay as they were.
         """
         futures: list[SampledFuture] = [Future() for _ in groups]
-        self._thread.submit(self._run_groups, groups, params, enough, keep, futures)
+        self.thread.submit(self._run_groups, groups, params, enough, keep, futures)
         return futures
 
     def _run_groups(
@@ -132,7 +132,7 @@ class LocalEngine:
 
     def unfinished(self) -> dict[int, GroupState]:
         """See ``RolloutEngine``; waits until nothing is running."""
-        return self._thread.submit(dict, self._held).result()
+        return self.thread.submit(dict, self._held).result()
 
     def restore(self, groups: Mapping[int, GroupState]) -> None:
         """See ``RolloutEngine``."""
@@ -144,11 +144,11 @@ class LocalEngine:
 
     def call_with_model(self, function: Callable[[PreTrainedModel, RoutingShape | None], _R]) -> _R:
         """Return the result of a function of this copy and the shape of its routes, in the thread that samples."""
-        return self._thread.submit(function, self._model, self._routing).result()
+        return self.thread.submit(function, self._model, self._routing).result()
 
     def close(self) -> None:
         """Free the copy of the weights, and cancel whatever a user function left running."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self.thread.shutdown(wait=True, cancel_futures=True)
         self._loop.close()
         self._held.clear()
         del self._model

@@ -207,12 +207,12 @@ def test_gdpo_normalizes_the_parts_of_an_agent(world: World) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"reward__agent_parts": WEIGHTS}, "no agent gives rewards: set agent.reward"),
-        ({"agent__function": "a:b", "reward__agent_parts": WEIGHTS}, "no agent gives rewards: set agent.reward"),
-        ({"agent__function": "a:b", "agent__reward": "call"}, "or of an agent reward.agent_parts"),
+        ({"reward__agent_parts": WEIGHTS}, "gives rewards: set agent.reward"),
+        ({"agent__function": "a:b", "reward__agent_parts": WEIGHTS}, "gives rewards: set agent.reward"),
+        ({"agent__function": "a:b", "agent__reward": "call"}, "an agent reward.agent_parts"),
         (
             {"agent__function": "a:b", "agent__reward": "call", "reward__agent_parts": {"a": 1.0}},
-            "'a' is the only one",
+            "'a' is the only",
         ),
         (
             {"agent__function": "a:b", "agent__reward": "call", "reward__agent_parts": WEIGHTS, "reward__format": 0.1},
@@ -223,15 +223,15 @@ def test_gdpo_normalizes_the_parts_of_an_agent(world: World) -> None:
                 **{"agent__function": "a:b", "agent__reward": "call", "agent__credit": "turn"},
                 **{"reward__agent_parts": WEIGHTS, "train__advantage": "std"},
             },
-            "rewards by name are of an episode",
+            "rewards by name",
         ),
         ({"reward__agent_parts": {"a b": 1.0}}, "the part 'a b'"),
         ({"reward__agent_parts": {"score": 1.0}}, "the part 'score'"),
         ({"reward__agent_parts": {"a": 0.0}}, "every weight is 0"),
-        ({"reward__agent_parts": {"a": float("inf")}}, "should be a finite number"),
+        ({"reward__agent_parts": {"a": float("inf")}}, "should be a finite"),
         (
             {"agent__function": "a:b", "agent__reward": "call", "reward__format": 0.1},
-            "the agent gives rewards without parts. Set reward.agent_parts",
+            "without parts. Set reward.agent_parts",
         ),
     ],
 )

@@ -247,10 +247,10 @@ def test_a_configuration_without_an_exact_mixture_is_refused(
 @pytest.mark.parametrize(
     ("values", "error"),
     [
-        ({"num_experts": 1, "top_k": 1}, "--experts of at least 2, got 1.*Fix"),
-        ({"top_k": 0}, r"--top-k from 1 to --experts \(4\), got 0.*Fix"),
-        ({"top_k": 5}, r"--top-k from 1 to --experts \(4\), got 5.*Fix"),
-        ({"noise": -0.1}, "--noise of 0 or a positive number, got -0.1.*Fix"),
+        ({"num_experts": 1, "top_k": 1}, "--experts of at least 2"),
+        ({"top_k": 0}, r"1 to --experts \(4\), got 0.*Fix"),
+        ({"top_k": 5}, r"1 to --experts \(4\), got 5.*Fix"),
+        ({"noise": -0.1}, "--noise of 0 or a positive"),
         ({"noise": float("nan")}, "--noise .* got nan"),
         ({"noise": float("inf")}, "--noise .* got inf"),
     ],

@@ -121,15 +121,15 @@ def test_routes_of_dense_layers_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        (npy(routed(rows=21)), "21 tokens for 22 input tokens"),
-        (npy(routed()[:, :, :1]), r"shape \(22, 2, 1\), expected \[22, 2 layers, 2 experts"),
-        (npy(np.full((22, 2, 2), 255, "uint8")), "an expert that does not exist: 255"),
-        (npy(routed().astype("float32")), "not a NumPy file of integers"),
-        (npy(np.array([{"a": 1}], dtype=object)), "not a NumPy file of integers"),
+        (npy(routed(rows=21)), "21 tokens for 22 input"),
+        (npy(routed()[:, :, :1]), r"shape \(22, 2, 1\), expected"),
+        (npy(np.full((22, 2, 2), 255, "uint8")), "does not exist: 255"),
+        (npy(routed().astype("float32")), "not a NumPy file"),
+        (npy(np.array([{"a": 1}], dtype=object)), "not a NumPy file"),
         ("not base64!", "is not base64"),
-        (base64.b64encode(b"\x93NUMPY").decode(), "not a NumPy file of integers"),
-        (base64.b64encode(b"PK\x03\x04").decode(), "not a NumPy file of integers"),
-        ("", "not a NumPy file of integers"),
+        (base64.b64encode(b"\x93NUMPY").decode(), "not a NumPy file"),
+        (base64.b64encode(b"PK\x03\x04").decode(), "not a NumPy file"),
+        ("", "not a NumPy file"),
     ],
 )
 def test_mismatched_routed_experts_are_rejected_and_nothing_is_unpickled(sent: str, message: str) -> None:
@@ -161,11 +161,11 @@ def test_a_missing_field_is_an_error_that_names_it_and_its_cause(field: str, cau
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda c: c["token_ids"].pop(), "belongs to other tokens"),
+        (lambda c: c["token_ids"].pop(), "belongs to other"),
         (lambda c: c["logprobs"].pop("content"), "content is missing"),
-        (lambda c: c["weight_versions"][0].update(end=5), "does not cover the 6 tokens"),
-        (lambda c: c.update(finish_reason="tired"), "expected stop, length or abort"),
-        (lambda c: c["logprobs"]["content"][2].update(top_logprobs=[]), r"content\[2\]\.top_logprobs has no token of"),
+        (lambda c: c["weight_versions"][0].update(end=5), "does not cover"),
+        (lambda c: c.update(finish_reason="tired"), "expected stop, length"),
+        (lambda c: c["logprobs"]["content"][2].update(top_logprobs=[]), r"content\[2\]\.top_logprobs has no token"),
     ],
 )
 def test_a_response_that_does_not_match_the_request_is_rejected(damage: Callable[[Any], Any], message: str) -> None:
@@ -247,10 +247,10 @@ def test_allowed_ids_are_parsed_and_filtered_ids_leave_the_topk() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda c: c.pop("sampling_mask"), r"sampling_mask is missing: start the server with --return-sampling-mask"),
-        (lambda c: c["sampling_mask"].pop(), r"sampling_mask has 5 sets, expected 6, one a token"),
-        (lambda c: c["sampling_mask"].__setitem__(2, 7), r"sampling_mask\[2\] is 7, expected an array"),
-        (lambda c: c["sampling_mask"].__setitem__(1, [3, "4"]), r"sampling_mask\[1\]\[1\] is '4', expected an integer"),
+        (lambda c: c.pop("sampling_mask"), "sampling_mask is missing: start"),
+        (lambda c: c["sampling_mask"].pop(), "sampling_mask has 5 sets, expected 6"),
+        (lambda c: c["sampling_mask"].__setitem__(2, 7), r"sampling_mask\[2\] is 7, expected"),
+        (lambda c: c["sampling_mask"].__setitem__(1, [3, "4"]), r"sampling_mask\[1\]\[1\] is '4', expected"),
     ],
 )
 def test_invalid_allowed_ids_are_reported(damage: Callable[[Any], Any], message: str) -> None:
@@ -353,8 +353,8 @@ def test_a_refused_flush_leaves_the_version_incomplete() -> None:
 @pytest.mark.parametrize(
     ("detail", "state", "versions"),
     [
-        (RIGHT["bad_folder"]["detail"], "version 'default', are still served", ["incomplete", "default"]),
-        ("Worker failed with error 'boom'", "half old and half new", ["incomplete"]),
+        (RIGHT["bad_folder"]["detail"], "version 'default', are still", ["incomplete", "default"]),
+        ("Worker failed with error 'boom'", "old and half", ["incomplete"]),
     ],
 )
 def test_a_folder_that_cannot_be_loaded_is_an_error_with_the_served_version(

@@ -71,7 +71,7 @@ def test_waiting_requests_and_kept_results_are_limited_by_their_size() -> None:
     # The fetched one goes first, although another is older.
     requests[2].is_fetched = True
     queue.finish(requests[3], b"x" * 40)
-    assert [name for name in ("huge", "a", "b", "c") if name in queue._known] == ["a", "c"]
+    assert [name for name in ("huge", "a", "b", "c") if name in queue.known] == ["a", "c"]
 
 
 def test_a_new_key_is_in_a_file_of_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ SAMPLE: dict[str, Any] = {
         (Sample, SAMPLE | {"sampling_params": {"stop": []}}, "empty stop"),
         (Sample, SAMPLE | {"sampling_params": {"stop": ["a", ""]}}, "empty stop"),
         (Sample, SAMPLE | {"sampling_params": {"temperature": -1}}, "temperature"),
-        (Sample, SAMPLE | {"sampling_params": {"top_k": 0}}, "top_k = 0 leaves no token; -1 is without"),
+        (Sample, SAMPLE | {"sampling_params": {"top_k": 0}}, "top_k = 0 leaves no token; -1"),
         (Sample, SAMPLE | {"sampling_params": {"top_k": 2**31}}, "top_k"),
         (Sample, SAMPLE | {"sampling_params": {"stop": [1] * 129}}, "stop"),
         (Sample, SAMPLE | {"seq_id": 10**400}, "seq_id"),

@@ -85,7 +85,7 @@ def _prompts_again() -> None:
 
     def wrong(self: Any, point: Any) -> Any:
         restored = restore(self, point)
-        self.stream.cursor = 0
+        self.collector.stream.cursor = 0
         return restored
 
     Checkpoints.restore = wrong  # type: ignore[method-assign]

@@ -191,7 +191,7 @@ def check_continued(group: RolloutGroup, held: Mapping[str, Sequence[Sequence[in
 
 def check_pool(pool: Any, now: float) -> Iterator[str]:
     """Check that no request waits for an evicted server, and that ``Retry-After`` pauses a server only for so long."""
-    for server in pool._servers:
+    for server in pool.servers:
         if server.problem is not None and any(not (task.done() or task.cancelling()) for task in server.in_flight):
             yield f"{server.url} is given up, and a request still waits for it"
         if server.back_off_until - now > _LONGEST_REST:

@@ -221,7 +221,7 @@ class _Run:
     def _watch_publish(self, publisher: Any, engine: Any, trainer: SimTrainer, watch: Watch) -> None:
         """Have each publish watched, from its first call to the servers that it lets sample."""
         publish, attempt = publisher.publish, publisher._attempt
-        watch.pool = engine._pool
+        watch.pool = engine.pool
 
         def attempt_watched(*args: Any, is_last: bool, **options: Any) -> Any:
             watch.is_last_attempt = is_last
@@ -232,7 +232,7 @@ class _Run:
             # From here on: a server that is proved early may change while the others are tried again.
             self.published[trainer.policy_version] = self.loop.time()
             notes: list[str] = publish()
-            synced = [server.url for server in engine._pool._servers if server.is_synced]
+            synced = [server.url for server in engine.pool.servers if server.is_synced]
             watch.end_publish([url.removeprefix("http://") for url in synced])
             return notes
 

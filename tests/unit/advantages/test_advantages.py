@@ -216,8 +216,8 @@ def test_gdpo_refuses_a_reward_without_one_of_its_parts_unless_it_failed(failed:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({}, "'score' is the only one"),
-        ({"reward": {"functions": {"right": {"function": "math"}}}}, "'right' is the only one"),
+        ({}, "'score' is the only"),
+        ({"reward": {"functions": {"right": {"function": "math"}}}}, "'right' is the only"),
         ({"reward": {"format": 0.1, "kl_coef": 0.1}}, "reward.kl_coef"),
         ({"reward": {"format": 0.1}, "rollout": {"generate": "a.py:f"}}, "rollout.generate"),
         ({"reward": {"format": 0.1}, "agent": {"command": ["a"], "reward": "exit"}}, "agent.reward = 'exit'"),

@@ -21,9 +21,9 @@ from megatron_dppo.mcore.checkpoint.folder import read_state
 from megatron_dppo.mcore.checkpoint.manifest import hash_files, list_files, write_manifest
 from megatron_dppo.report.records import compare_responses
 from megatron_dppo.rollout.saved import SchedulerState
-from megatron_dppo.run.checkpoints import RunState
 from megatron_dppo.run.evaluation import read_sample_responses
 from megatron_dppo.run.guard_state import GuardState
+from megatron_dppo.run.run_state import RunState
 from megatron_dppo.setup.contents import read_contents
 from megatron_dppo.setup.preflight import Start, find_problems
 from megatron_dppo.setup.resume import find_usable_checkpoint, layout_identity, run_identity

@@ -136,8 +136,8 @@ def doctor(*words: str) -> tuple[argparse.Namespace, list[str]]:
 @pytest.mark.parametrize(
     ("words", "advice", "mended"),
     [
-        (["--run.seed=3"], "put its file before them", ["{config}", "--run.seed=3"]),
-        (["--json", "{new}"], "or leave it out", []),
+        (["--run.seed=3"], "put its file", ["{config}", "--run.seed=3"]),
+        (["--json", "{new}"], "leave it out", []),
         (["--servers", "http://[::1"], "expected URLs as http://host:port", ["--servers", "http://127.0.0.1:9"]),
     ],
 )

@@ -119,19 +119,19 @@ def test_a_name_with_bytes_that_are_not_utf8_is_named(single: Any) -> None:
         ("a.tsv", "prompt\tlabel\na\tb\n", r"is a TSV table.*sep='\\t'"),
         ("a.yaml", "- prompt: a\n", "is YAML"),
         ("a.yml", "- prompt: a\n", "is YAML"),
-        ("a.json", '{"prompt": ["a", "b"], "label": ["1", "2"]}', "a column of 2 texts, expected one prompt"),
+        ("a.json", '{"prompt": ["a", "b"], "label": ["1", "2"]}', "a column of 2 texts"),
         (
             "a.jsonl",
             '{"prompt": "a", "label": ["1"]}',
             r"got .*Fix: .*data\.label_key = ''.*metadata\['label'\]",
         ),
-        ("b.jsonl", '{"prompt": "a", "label": true}', r"got True. Fix: write it as text"),
+        ("b.jsonl", '{"prompt": "a", "label": true}', "got True. Fix"),
         (
             "c.jsonl",
             '{"prompt": "a", "reward_model": {"ground_truth": {"target": ["x"]}}}',
             r"'reward_model\.ground_truth' must be .*metadata\['reward_model'\]",
         ),
-        ("d.jsonl", '{"prompt": [{"role": "user", "content": ""}], "label": "1"}', "all messages are empty"),
+        ("d.jsonl", '{"prompt": [{"role": "user", "content": ""}], "label": "1"}', "all messages"),
     ],
 )
 def test_other_data_names_the_way(name: str, content: str, text: str, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_repeated_experts_are_detected_at_every_distance() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (routes(3), "3 tokens for 4 input tokens"),
+        (routes(3), "3 tokens for 4 input"),
         (routes(4)[:, :2], r"shape \(4, 2, 2\), expected \[4, 3 layers"),
         (routes(4)[..., :1], "2 experts a token"),
         (routes(4).float(), "type torch.float32, expected integers"),

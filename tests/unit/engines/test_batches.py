@@ -51,9 +51,9 @@ def sample_one_long(model: Any, **settings: Any) -> tuple[list[Completion], int]
         for n in ONE_LONG
     ]
     largest = LargestTensor()
-    made._thread.submit(largest.__enter__).result()
+    made.thread.submit(largest.__enter__).result()
     completions = made.generate(prompts, params(max_new_tokens=4, **settings))
-    made._thread.submit(largest.__exit__, None, None, None).result()
+    made.thread.submit(largest.__exit__, None, None, None).result()
     return completions, largest.elements
 
 

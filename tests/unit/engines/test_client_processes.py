@@ -77,7 +77,7 @@ class Case:
 
 
 def pids(clients: ClientProcesses) -> list[int]:
-    return [process._process.pid for process in clients._processes]
+    return [process._process.pid for process in clients.processes]
 
 
 def pid_exists(pid: int) -> bool:
@@ -137,7 +137,7 @@ def test_a_canceled_caller_cancels_the_request_at_the_server() -> None:
         await until(lambda: ended)
         stub.answers[case.path] = case.answer
         assert same(await clients.generate(server, case.request), case.expected)
-        assert all(not process.pending for process in clients._processes)
+        assert all(not process.pending for process in clients.processes)
 
     stub = case.stub(slow)
     case.use(stub, run)
@@ -279,7 +279,7 @@ def test_a_process_without_requests_exits_at_once(monkeypatch: pytest.MonkeyPatc
 
     async def run() -> int | None:
         clients = Case("sglang").clients("http://127.0.0.1:9")
-        (process,) = clients._processes
+        (process,) = clients.processes
         await clients.close()
         return process._process.returncode
 

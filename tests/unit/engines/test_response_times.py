@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dppo.run.run_records import request_metrics
+from megatron_dppo.run.collector import request_metrics
 from megatron_dppo_engines.servers.pool import PoolCounts
 from megatron_dppo_engines.servers.response_times import ResponseTimes, find_slowest
 
@@ -46,4 +46,4 @@ def test_a_slow_server_takes_three_times_as_long(seconds: float, is_slow: bool) 
 
 def test_every_rank_has_the_metric() -> None:
     assert find_slowest(PoolCounts().times) is None
-    assert request_metrics(None, has_servers=True, dp=1)["slowest_server"].numerator == 1.0
+    assert request_metrics(PoolCounts(), dp=1)["slowest_server"].numerator == 1.0

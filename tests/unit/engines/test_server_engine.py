@@ -128,7 +128,7 @@ def test_a_response_that_was_aborted_continues_under_the_new_weights(
         await asyncio.gather(*(server.abort() for server in servers))
         for server in servers:
             server.version = 2
-        engine._pool.use_version(2, [server.url for server in servers])
+        engine.pool.use_version(2, [server.url for server in servers])
 
     engine.run(update())
     thread.join(10)
@@ -401,7 +401,7 @@ def test_siblings_without_routes_of_their_weights_request_them_or_start_again(
 ) -> None:
     """Requests that wait for their turn while the weights change; of version 2 all is over before the routes come."""
     slow_groups(servers, set(), end=40)
-    engine._pool._slots = asyncio.Semaphore(2)
+    engine.pool._slots = asyncio.Semaphore(2)
     (future,) = engine.submit([GroupRequest(0, prompt(0), 5)], ROUTED, 1)
     for version in (2, 3, 4):
         time.sleep(0.06)
@@ -446,7 +446,7 @@ def test_a_group_that_is_stopped_before_its_routes_arrive_continues_later(
 ) -> None:
     slow_groups(servers, {0}, end=20)
     groups = [GroupRequest(i, prompt(i), 2) for i in range(3)]
-    engine._pool._slots = asyncio.Semaphore(1)
+    engine.pool._slots = asyncio.Semaphore(1)
     found = [future.result(20) for future in engine.submit(groups, ROUTED, 1, keep=range(3))]
     left = [i for i, group in enumerate(found) if group is None]
     assert len(left) == 2

@@ -175,8 +175,8 @@ def test_servers_have_ports_one_after_the_other_and_the_configured_command() -> 
         ({"host": "0.0.0.0"}, r"\[rollout.sglang\] host: set rollout.servers.host"),
         ({"port": 1}, "set rollout.servers.port"),
         ({"api_key": "k"}, "rollout.servers.api_key_env"),
-        ({"x": [1, [2]]}, r"x = \[1, \[2\]\] cannot be an argument"),
-        ({"x": []}, r"x = \[\] cannot be an argument"),
+        ({"x": [1, [2]]}, r"x = \[1, \[2\]\] cannot"),
+        ({"x": []}, r"x = \[\] cannot"),
         ({"tp-size": "two"}, "tensor-parallel-size = 'two': expected a whole number"),
     ],
 )
@@ -296,18 +296,18 @@ NODE = ServerNode(rank=1, address="[fd00::1]:28500")
 @pytest.mark.parametrize(
     ("node", "rollout", "message"),
     [
-        (None, {}, r"nnodes = 2: start `megatron-dppo serve` on each of these nodes, with --node-rank 0 to 1"),
+        (None, {}, "nnodes = 2: start `megatron-dppo serve`"),
         (ServerNode(rank=2, address="a:1"), {}, "--node-rank 2: expected 0 to 1"),
         (ServerNode(rank=-1, address="a:1"), {}, "--node-rank -1: expected 0 to 1"),
         (ServerNode(rank=0, address="a"), {}, "--dist-init-addr a: expected HOST:PORT"),
-        (NODE, {"sglang": {"tp-size": 8}}, "--node-rank 1 with a server on one node"),
-        (NODE, {"sglang": {"tp-size": 9, "nnodes": 2}}, "nnodes = 2 does not divide the 9 GPUs"),
-        (NODE, {"sglang": {"nnodes": True}}, "nnodes = True: expected a whole number of nodes"),
-        (NODE, {"weight_sync": {"method": "ipc"}}, "'ipc' shares the memory of one node"),
+        (NODE, {"sglang": {"tp-size": 8}}, "--node-rank 1 with a server"),
+        (NODE, {"sglang": {"tp-size": 9, "nnodes": 2}}, "not divide the 9 GPUs"),
+        (NODE, {"sglang": {"nnodes": True}}, "nnodes = True: expected"),
+        (NODE, {"weight_sync": {"method": "ipc"}}, "'ipc' shares the memory"),
         (
             NODE,
             {"servers": {"colocated": True}, "weight_sync": {"method": "disk"}},
-            "colocated = true needs each server on the GPUs of one node",
+            "server on the GPUs",
         ),
         (NODE, {"sglang": {"tp-size": 2, "nnodes": 2}, "servers": {"count": 2}}, "set count = 1"),
     ],
@@ -373,11 +373,11 @@ def test_a_node_that_does_not_listen_needs_the_command_that_knows_headless(
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"vllm": VLLM_NODES | {"data-parallel-size": 2}}, "replicas of a vLLM server .* start one server for each"),
-        ({"weight_sync": {"method": "ipc"}}, "'ipc' shares the memory of one node"),
+        ({"vllm": VLLM_NODES | {"data-parallel-size": 2}}, "replicas of a vLLM server .*"),
+        ({"weight_sync": {"method": "ipc"}}, "'ipc' shares the memory"),
         ({"servers": {"colocated": True}, "weight_sync": {"method": "disk"}}, "GPUs of one node"),
         ({"servers": {"count": 2}}, "set count = 1"),
-        ({"vllm": VLLM_NODES | {"nnodes": 3}}, "nnodes = 3 does not divide the 16 GPUs"),
+        ({"vllm": VLLM_NODES | {"nnodes": 3}}, "not divide the 16 GPUs"),
     ],
 )
 def test_a_vllm_server_over_nodes_that_cannot_be_is_refused(rollout: dict[str, Any], message: str) -> None:
@@ -388,12 +388,12 @@ def test_a_vllm_server_over_nodes_that_cannot_be_is_refused(rollout: dict[str, A
 @pytest.mark.parametrize(
     ("engine", "option", "message"),
     [
-        ("sglang", {"disaggregation_mode": "prefill"}, "answer only together, through a router"),
-        ("vllm", {"kv-transfer-config": {"kv_role": "kv_both"}}, "answer only together, through a router"),
-        ("sglang", {"node-rank": 1}, "pass it to `megatron-dppo serve` on each"),
-        ("sglang", {"dist_init_addr": "a:1"}, "pass it to `megatron-dppo serve` on each"),
-        ("vllm", {"master_addr": "a"}, "pass --node-rank and --dist-init-addr to `megatron-dppo serve` on each"),
-        ("vllm", {"headless": True}, "pass --node-rank and --dist-init-addr to `megatron-dppo serve` on each"),
+        ("sglang", {"disaggregation_mode": "prefill"}, "answer only together"),
+        ("vllm", {"kv-transfer-config": {"kv_role": "kv_both"}}, "answer only together"),
+        ("sglang", {"node-rank": 1}, "pass it to `megatron-dppo serve`"),
+        ("sglang", {"dist_init_addr": "a:1"}, "pass it to `megatron-dppo serve`"),
+        ("vllm", {"master_addr": "a"}, "pass --node-rank and --dist-init-addr to `megatron-dppo serve`"),
+        ("vllm", {"headless": True}, "pass --node-rank and --dist-init-addr to `megatron-dppo serve`"),
     ],
 )
 def test_options_of_parts_of_a_server_are_refused(engine: str, option: dict[str, Any], message: str) -> None:

@@ -350,14 +350,14 @@ def test_a_head_without_gradient_is_refused() -> None:
 @pytest.mark.parametrize(
     ("keys", "match"),
     [
-        ({"name": "dppo_binary_tv", "direction": "predictive"}, "direction = predictive has no effect"),
-        ({"name": "dppo_topk_tv", "tail": "uniform"}, "tail = uniform has no effect"),
+        ({"name": "dppo_binary_tv", "direction": "predictive"}, "direction = predictive"),
+        ({"name": "dppo_topk_tv", "tail": "uniform"}, "tail = uniform"),
         ({"name": "score_centering", "mismatch_high": 3.0}, "mismatch_high = 3.0 has no effect"),
-        ({"name": "score_centering", "topk_eviction": True}, "topk_eviction = True has no effect"),
-        ({"kl_estimator": "k1"}, "kl_estimator = k1 has no effect .* kl_coef above 0"),
-        ({"kl_target": "rollout"}, "kl_target = rollout has no effect .* kl_coef above 0"),
+        ({"name": "score_centering", "topk_eviction": True}, "topk_eviction = True"),
+        ({"kl_estimator": "k1"}, "kl_estimator = k1 has no effect .* kl_coef"),
+        ({"kl_target": "rollout"}, "kl_target = rollout"),
         ({"name": "prime_rl/2026-04", "kl_coef": 0.0, "kl_estimator": "k2"}, "kl_estimator = k2 has no effect"),
-        ({"name": "xyz"}, r"unknown loss\. Expected one of"),
+        ({"name": "xyz"}, r"unknown loss\. Expected"),
     ],
 )
 def test_keys_without_effect_are_refused(keys: dict[str, object], match: str) -> None:

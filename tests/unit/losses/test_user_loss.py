@@ -168,7 +168,7 @@ def test_the_keys_of_a_class_are_checked_as_those_of_a_built_in_loss(tmp_path: P
         ("return tokens.nothing", "raised AttributeError: .*nothing"),
         (
             "return losses.weigh_by_ratio(tokens, tokens.log_ratio, tokens.log_ratio > tokens.log_ratio.mean())",
-            "gradient of a token depends",
+            "gradient of a token",
         ),
     ],
 )

@@ -139,7 +139,7 @@ def test_a_large_mask_is_made_block_by_block_and_not_kept(monkeypatch: pytest.Mo
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
             parts = (query[positions][None], key[None], value[None], positions[None])
-            output = attention._attend_bucket(*parts)[0].flatten(1)
+            output = attention.attend_bucket(*parts)[0].flatten(1)
         torch.testing.assert_close(output, expected[positions], atol=1e-12, rtol=0)
         results.append((output * expected[positions].detach()).sum())
     assert largest <= query.nbytes < 2 * quarter * tokens, "a mask of all queries is kept"

@@ -132,7 +132,7 @@ def test_the_noise_skips_the_updates_that_the_trainer_skips_with_their_loss_scal
         trainer.optimizer = SimpleNamespace(
             loss_scale=scale, step=step, megatron=SimpleNamespace(param_groups=[{"lr": 0.1}])
         )
-        trainer._noise = SimpleNamespace(step=noise_step)
+        trainer.noise = SimpleNamespace(step=noise_step)
         trainer.policy_version = 3
         result = trainer.apply({})
         assert (result.skipped, result.policy_version, trainer.policy_version) == (

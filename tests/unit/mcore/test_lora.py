@@ -23,25 +23,25 @@ RANDOM = {"model": {"path": "m", "random_init": True}}
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"lora": {"alpha": 8.0}}, r"lora\.alpha = 8\.0 has no effect with rank = 0"),
-        ({"lora": {"target_modules": ["q_proj"]}}, "has no effect with rank = 0"),
+        ({"lora": {"alpha": 8.0}}, r"lora\.alpha = 8\.0 has no effect"),
+        ({"lora": {"target_modules": ["q_proj"]}}, "has no effect"),
         ({"lora": {"rank": 4, "target_modules": []}}, "at least 1 item"),
         ({"lora": {"rank": 4, "target_modules": ["gate"]}}, "'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj'"),
         ({"lora": {"rank": 4, "target_modules": ["q_proj", "q_proj"]}}, "q_proj more than once"),
-        ({"lora": {"rank": -1}}, "greater than or equal to 0"),
-        ({"lora": {"rank": 4, "dropout": 0.1}}, "Extra inputs are not permitted"),
+        ({"lora": {"rank": -1}}, "than or equal"),
+        ({"lora": {"rank": 4, "dropout": 0.1}}, "Extra inputs"),
         ({"lora": {"rank": 4}, "model": {"transformer": {"moe_shared_expert_overlap": True}}}, "do not communicate"),
-        ({"rollout": {"engine": "vllm", "weight_sync": BY_ADAPTER}}, r"lora\.rank = 0: there is no adapter to send"),
+        ({"rollout": {"engine": "vllm", "weight_sync": BY_ADAPTER}}, r"lora\.rank = 0: there"),
         (
             {"lora": {"rank": 4}, "rollout": {"engine": "vllm", "weight_sync": BY_ADAPTER}, **RANDOM},
-            r"model\.random_init = true: the servers load the base model from model\.path",
+            r"model\.random_init = true: the servers",
         ),
         (
             {
                 "lora": {"rank": 4},
                 "rollout": {"engine": "sglang", "weight_sync": BY_ADAPTER, "servers": {"colocated": True}},
             },
-            "lose the base model",
+            "lose the base",
         ),
     ],
 )

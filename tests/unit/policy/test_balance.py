@@ -224,7 +224,7 @@ def test_every_rank_packs_the_rows_that_were_dealt(monkeypatch: pytest.MonkeyPat
     bins = []
     for rank in range(ranks):
         monkeypatch.setattr("megatron_dppo.policy.update.dist.get_rank", lambda _, rank=rank: rank)
-        bins.append(updater._balance(held[rank], group)[1])
+        bins.append(updater.balance(held[rank], group)[1])
     received = [[s for outgoing in sent for s in outgoing[rank]] for rank in range(ranks)]
     lengths = [shape.padded(s.num_tokens) for mine in held for s in mine]
     dealt = assign_samples(lengths, ranks, budget, attention_length=50.0, lockstep=3)
@@ -255,7 +255,7 @@ def test_a_loss_of_sequences_gets_all_segments_of_an_episode_in_one_row(monkeypa
     bins = []
     for rank in range(ranks):
         monkeypatch.setattr("megatron_dppo.policy.update.dist.get_rank", lambda _, rank=rank: rank)
-        bins.append(updater._balance(held[rank], object())[1])  # type: ignore[arg-type]
+        bins.append(updater.balance(held[rank], object())[1])  # type: ignore[arg-type]
     seen: list[tuple[int, int]] = []
     for rank, rows in enumerate(bins):
         received = [s for outgoing in sent for s in outgoing[rank]]

@@ -34,11 +34,11 @@ SERVED: dict[str, Any] = {"teacher_urls": ["http://127.0.0.1:1"]}
 @pytest.mark.parametrize(
     ("sections", "part"),
     [
-        ({"distillation": {"coef": 0.5}}, "coef = 0.5 has no effect without a teacher; set teacher_path"),
-        ({"distillation": {"task_reward": False}}, "task_reward = False has no effect without a teacher"),
+        ({"distillation": {"coef": 0.5}}, "0.5 has no effect"),
+        ({"distillation": {"task_reward": False}}, "task_reward = False"),
         (
             {"distillation": TEACHER | {"divergence": "jsd"}},
-            "divergence = 'jsd': Input should be 'sampled', 'reverse_kl' or 'forward_kl'",
+            "'jsd': Input should be 'sampled', 'reverse_kl'",
         ),
         ({"distillation": TEACHER | {"weight": 0.3}}, "weight = 0.3: unknown key"),
         ({"distillation": TEACHER | {"divergence": "tv"}}, "divergence"),
@@ -50,20 +50,20 @@ SERVED: dict[str, Any] = {"teacher_urls": ["http://127.0.0.1:1"]}
         ),
         (
             {"distillation": TEACHER | {"divergence": "reverse_kl"}, "rollout": {"top_p": 0.9}},
-            "with rollout.top_p = 0.9: the filter leaves only part of the vocabulary",
+            "with rollout.top_p = 0.9: the filter",
         ),
         (
             {"distillation": TEACHER | {"task_reward": False}, "rollout": {"dynamic_sampling": True}},
-            "only the teacher gives a signal here",
+            "only the teacher",
         ),
-        ({"reward": {"function": "none"}}, "there is no training signal"),
+        ({"reward": {"function": "none"}}, "is no training"),
         ({"distillation": SERVED | {"teacher_offload": "layer"}}, "no effect with teacher_urls"),
-        ({"distillation": SERVED | TEACHER}, "loads the teacher in the trainer; remove one of them"),
-        ({"distillation": TEACHER | {"teacher_engine": "vllm"}}, "applies to teacher servers"),
+        ({"distillation": SERVED | TEACHER}, "loads the teacher"),
+        ({"distillation": TEACHER | {"teacher_engine": "vllm"}}, "applies to teacher"),
         ({"distillation": {"teacher_engine": "vllm"}}, "set teacher_path or teacher_urls"),
-        ({"distillation": SERVED | {"divergence": "forward_kl"}}, "not of the full vocabulary"),
+        ({"distillation": SERVED | {"divergence": "forward_kl"}}, "the full vocabulary"),
         ({"distillation": SERVED, "rollout": {"temperature": 0.7}}, "log-probabilities at temperature 1"),
-        ({"distillation": SERVED, "rollout": {"top_p": 0.7}}, "but the teacher's distribution covers all of it"),
+        ({"distillation": SERVED, "rollout": {"top_p": 0.7}}, "distribution covers all"),
     ],
 )
 def test_what_does_nothing_or_does_not_fit_is_refused(sections: dict[str, Any], part: str) -> None:

@@ -33,15 +33,14 @@ def steps_done(
     clock = Clock()
     limit = TimeLimit(end, clock)
     for step, duration in enumerate(seconds, start=1):
-        limit.begin_step()
-        clock.now += duration
-        stops = limit.leaves_no_step(
-            save_seconds=save if is_save_measured else None, evaluates_next=step + 1 in evaluations
-        )
-        clock.now += save
+        with limit.step(evaluates=step in evaluations):
+            clock.now += duration
+            stops = limit.leaves_no_step(
+                save_seconds=save if is_save_measured else None, evaluates_next=step + 1 in evaluations
+            )
+            clock.now += save
         if stops:
             return step, clock.now
-        limit.end_step(has_evaluated=step in evaluations)
     return len(seconds), clock.now
 
 

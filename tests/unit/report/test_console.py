@@ -41,7 +41,7 @@ def test_the_live_view_shows_the_newest_step_and_the_newest_evaluation(monkeypat
     console.step(5, 20, VALUES | {"eval/accuracy": 0.75})
     console.step(6, 20, VALUES | {"rollout/reward": 0.5})
     console.print("a [line] of {text}")
-    rows = dict(live_rows(console._values, "score"))
+    rows = dict(live_rows(console.values, "score"))
     console.finish()
     shown = screen.getvalue()
     assert rows["held-out score"] == "0.750" and rows["reward"] == "0.500"

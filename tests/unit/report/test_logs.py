@@ -11,7 +11,7 @@ import pytest
 from megatron_dppo.errors import DataError
 from megatron_dppo.report.records import DAMAGED, metric_problem, read_metrics, read_records, set_damaged_lines_aside
 from megatron_dppo.run.evaluation import SAMPLES, sample_problem
-from megatron_dppo.run.session import set_damaged_logs_aside
+from megatron_dppo.run.run_records import set_damaged_logs_aside
 
 METRICS = [{"step": step, "rollout/reward": step / 8, "train/kl": None} for step in range(6)]
 ANSWERS = [{"step": step, "prompt": "é?", "label": "1", "response": "two\n", "reward": 0.5} for step in range(6)]

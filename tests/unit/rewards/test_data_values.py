@@ -129,7 +129,7 @@ def test_carried_columns_reach_the_reward_workers(tmp_path: Path) -> None:
         (b'{"prompt": "1+1=", "label": "2", "x": -Infinity}', "-Infinity is not JSON"),
         (b'{"prompt": "1+1=", "label": 1e999}', "finite number"),
         (b'{"prompt": "1+1=", "label": ' + b"1" * 5000 + b"}", "not usable JSON"),
-        (b'{"prompt": "1+1=", "label": "2", "label": "3"}', "the key 'label' stands twice"),
+        (b'{"prompt": "1+1=", "label": "2", "label": "3"}', "the key 'label' stands"),
         (b'{"prompt": "1+1=", "label": "2", "x": ' + b"[" * 65 + b"]" * 65 + b"}", "nested more than 64"),
         (b'{"prompt": "1+1=", "label": "2", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested more than 64"),
         (b'{"prompt": "1+1=\xff", "label": "2"}', "not UTF-8"),

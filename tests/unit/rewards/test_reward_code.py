@@ -549,7 +549,7 @@ def test_a_machine_without_namespaces_is_rejected_unless_the_network_is_allowed(
     monkeypatch.setattr(code, "probe", refuses)
     with pytest.raises(RewardError, match=r"options.network = 'allowed'"):
         Code(CodeOptions(), "reward")
-    assert not Code(CodeOptions(network="allowed"), "reward")._sandbox.namespaces
+    assert not Code(CodeOptions(network="allowed"), "reward").sandbox.namespaces
     monkeypatch.setattr(code, "probe", lambda sandbox: "no")
     with pytest.raises(RewardError, match="programs cannot be"):
         Code(CodeOptions(network="allowed"), "reward")
@@ -560,7 +560,7 @@ def test_a_machine_without_namespaces_is_rejected_unless_the_network_is_allowed(
 def test_a_limit_that_the_start_of_python_exceeds_is_no_reason_to_run_without_namespaces() -> None:
     """As on a crowded machine, where a test program would take longer than a user's limit."""
     quick = Code(CodeOptions(seconds=0.001, network="allowed"), "reward")
-    assert quick._sandbox.namespaces and quick._sandbox.limits.seconds == 0.001
+    assert quick.sandbox.namespaces and quick.sandbox.limits.seconds == 0.001
 
 
 def test_its_limits_and_labels_are_checked_at_the_start() -> None:

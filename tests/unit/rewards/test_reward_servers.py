@@ -89,7 +89,7 @@ def test_each_endpoint_gets_the_samples_together_and_their_scores_come_back_in_o
 def test_the_number_is_a_logit_its_sigmoid_or_a_probability() -> None:
     def score(row: list[Any], **options: Any) -> float:
         read = read_options("reward_model", {"url": "http://x", "endpoint": "sglang_classify", **options})
-        return RewardModel(read, "reward")._score(row)  # type: ignore[arg-type]
+        return RewardModel(read, "reward").read_score(row)  # type: ignore[arg-type]
 
     assert score([0.5]) == 0.5 and score([1.0, 2.0], index=1) == 2.0
     assert score([0.5], output="sigmoid") == pytest.approx(1 / (1 + math.exp(-0.5)))

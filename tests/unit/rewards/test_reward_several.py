@@ -250,20 +250,20 @@ MATH = {"function": "math"}
         ({"function": "math", "functions": {"a": MATH}}, "exclude each other"),
         ({"functions": {"a": MATH}, "options": {"x": 1}}, "reward.options belongs to reward.function"),
         ({"functions": {"a": MATH}, "signature": "trl"}, "reward.signature belongs to reward.function"),
-        ({"functions": {"score": MATH}}, "the function name 'score' becomes part of a metric name"),
-        ({"functions": {"a/b": MATH}}, "the function name 'a/b' becomes part of a metric name"),
-        ({"functions": {"a": MATH | {"eval": True}, "b": MATH | {"eval": True}}}, "eval = true is set for a and b"),
+        ({"functions": {"score": MATH}}, "the function name 'score'"),
+        ({"functions": {"a/b": MATH}}, "the function name 'a/b'"),
+        ({"functions": {"a": MATH | {"eval": True}, "b": MATH | {"eval": True}}}, "set for a and b"),
         ({"functions": {"a": MATH | {"weight": 0.0}}}, "every weight is 0"),
         (
             {"functions": {"a": MATH | {"options": {"x": 1}}}},
-            "options.x: unknown option; function = 'math' accepts no options",
+            "options.x: unknown option; function = 'math'",
         ),
-        ({"functions": {"a": MATH | {"signature": "trl"}}}, "signature = 'trl' applies to a user function"),
-        ({"functions": {"a": MATH | {"zzz": 1}}}, "reward.functions.a.zzz = 1: unknown key; known keys: function"),
-        ({"functions": {"a": MATH | {"wieght": 1.0}}}, "unknown key; did you mean 'weight'?"),
+        ({"functions": {"a": MATH | {"signature": "trl"}}}, "signature = 'trl' applies"),
+        ({"functions": {"a": MATH | {"zzz": 1}}}, "reward.functions.a.zzz = 1: unknown key; known"),
+        ({"functions": {"a": MATH | {"wieght": 1.0}}}, "did you mean 'weight'?"),
         ({"functions": {"a": {"weight": 1.0}}}, "reward.functions.a.function is missing"),
         ({"function": ""}, "function = '' without [reward.functions.NAME]"),
-        ({"options": {"x": 1}}, "options.x: unknown option; function = 'math' accepts no options"),
+        ({"options": {"x": 1}}, "options.x: unknown option; function = 'math'"),
         ({"function": "reasoning_gym", "options": {"partial_credit": 1}}, "options.partial_credit = 1: Input should"),
     ],
 )
@@ -335,10 +335,10 @@ def test_a_function_that_fails_on_all_rows_of_its_source_stops_the_run(file: str
 @pytest.mark.parametrize(
     ("sources", "advantage", "part"),
     [
-        (["sum.jsonl"], "std", "has 'sum.jsonl', which is no source of data.train or data.eval; they are 'sums.jsonl'"),
-        (["sums.jsonl", "held.jsonl"], "std", "the source 'code.jsonl' has no function in reward.functions"),
-        (["sums.jsonl", "code.jsonl"], "std", "the source 'held.jsonl' has no function"),
-        (["sums.jsonl", "code.jsonl", "held.jsonl"], "gdpo", "reward.functions.one.sources: a part of a reward is"),
+        (["sum.jsonl"], "std", "data.train or data.eval; they are 'sums.jsonl'"),
+        (["sums.jsonl", "held.jsonl"], "std", "the source 'code.jsonl'"),
+        (["sums.jsonl", "code.jsonl"], "std", "the source 'held.jsonl'"),
+        (["sums.jsonl", "code.jsonl", "held.jsonl"], "gdpo", "reward.functions.one.sources: a part of a reward"),
     ],
 )
 def test_sources_that_cannot_be_scored_are_refused(sources: list[str], advantage: str, part: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -139,7 +140,7 @@ def test_evaluation_counts_unshaped_scores(monkeypatch: pytest.MonkeyPatch) -> N
     prompts = {"": [group.prompt for group in groups]}
     monkeypatch.setattr(evaluation, "write_sample_responses", lambda *_: [])
     parallel = SimpleNamespace(world=None)
-    values = evaluation.Evaluator(settings, prompts, stream, parallel, dp=1, dp_rank=0).evaluate(0)  # type: ignore[arg-type]
+    values = evaluation.Evaluator(settings, prompts, stream, parallel, dp=1, dp_rank=0, log=Mock()).evaluate(0)  # type: ignore[arg-type]
     names = ("accuracy", "pass_at_1", "pass_at_2")
     assert [values[f"eval/{name}"] for name in names] == [0.25, 0.25, 0.5]
 
@@ -169,11 +170,11 @@ def test_completions_reach_the_scorer_with_their_length_and_come_back_with_their
         ),
         ({"overlong_buffer_tokens": -1}, "reward.overlong_buffer_tokens = -1"),
         ({"overlong_buffer_tokens": 8, "overlong_penalty": -1.0}, "reward.overlong_penalty = -1.0"),
-        ({"overlong_penalty": 0.5}, "overlong_penalty = 0.5 has no effect without overlong_buffer_tokens"),
+        ({"overlong_penalty": 0.5}, "overlong_penalty = 0.5 has no effect"),
         ({"format": -0.1}, "reward.format = -0.1"),
         ({"format": 1.0}, "reward.format = 1.0"),
-        ({"partial_credit": True}, "partial_credit = true applies to function = 'reasoning_gym'"),
-        ({"signature": "verl"}, "signature = 'verl' applies to a user function, but function = 'math'"),
+        ({"partial_credit": True}, "partial_credit = true applies"),
+        ({"signature": "verl"}, "signature = 'verl' applies"),
         ({"signature": "openrlhf"}, "reward.signature = 'openrlhf'"),
         ({"async_concurrency": 0}, "reward.async_concurrency = 0"),
     ],

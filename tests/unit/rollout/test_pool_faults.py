@@ -172,7 +172,7 @@ def test_retry_after_is_respected_up_to_a_limit() -> None:
         impatient = pool_of(servers, patience=0.2)
         with pytest.raises(ServerError, match="HTTP 429"):
             await impatient.generate(request("r"), "p")
-        (server,) = impatient._servers
+        (server,) = impatient.servers
         assert server.back_off_until - loop.time() <= 30.0
 
     asyncio.run(run())
@@ -240,7 +240,7 @@ def test_a_response_of_an_evicted_server_is_not_used() -> None:
         pool = pool_of(servers)
         running = asyncio.create_task(pool.generate(request("r"), "p"))
         await asyncio.sleep(0.01)
-        pool._mark_unhealthy(pool._servers[0], "given up")
+        pool._mark_unhealthy(pool.servers[0], "given up")
         answer = await running
         assert answer.finish_reason == "length" and pool.counts.retries == 1
         assert [r.request_id for r in servers[1].requests] == ["r~1"]

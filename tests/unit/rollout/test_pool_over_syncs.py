@@ -114,7 +114,7 @@ def test_failures_lengthen_the_back_off_until_a_success_and_then_anew() -> None:
 
     async def run() -> None:
         pool = pool_of(servers)
-        (server,) = pool._servers
+        (server,) = pool.servers
 
         def fail() -> float:
             server.back_off_until = 0.0  # the earlier back-off is over

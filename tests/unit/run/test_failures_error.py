@@ -14,8 +14,8 @@ from tests.unit.configs import config
     [
         (0.0, 0.0, 0.1, ""),
         (0.25, 0.25, 0.5, ""),
-        (0.25, 0.0625, 0.1, "19% of the rewards of step 4 failed, more than reward.max_failed_fraction = 0.1"),
-        (0.25, 0.25, 0.1, "25% of the agent's episodes of step 4 failed, more than agent.max_failed_fraction = 0.1"),
+        (0.25, 0.0625, 0.1, "4 failed, more than reward.max_failed_fraction = 0.1"),
+        (0.25, 0.25, 0.1, "4 failed, more than agent.max_failed_fraction = 0.1"),
         (0.0625, 0.0625, 0.0, ""),  # a single one of 16
         (0.125, 0.125, 0.0, "agent.max_failed_fraction = 0"),
     ],

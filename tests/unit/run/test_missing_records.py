@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.run.session import missing_records
+from megatron_dppo.report.records import missing_records
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import pytest
 from megatron_dppo.errors import TrainingStopped
 from megatron_dppo.process.stop_signal import Stopped, StopSignal
 from megatron_dppo.process.time_limit import TimeLimit
-from megatron_dppo.run.checkpoints import Checkpoints, RunState
+from megatron_dppo.run.checkpoints import Checkpoints
+from megatron_dppo.run.run_state import RunState
 from megatron_dppo.run.save_plan import SavePlan
 from tests.unit.configs import config
 

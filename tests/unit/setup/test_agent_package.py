@@ -16,7 +16,7 @@ def test_the_installed_package_is_loaded() -> None:
     assert agents.load_agent_package() is megatron_dppo_agents.trainer
 
 
-@pytest.mark.parametrize(("values", "named"), [([], r"\[agent\] needs .* got none"), (["a", "b"], "a of .* and b of")])
+@pytest.mark.parametrize(("values", "named"), [([], r"\[agent\] needs .* got"), (["a", "b"], "a of .* and b of")])
 def test_none_and_two_are_refused(values: list[str], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint("agent", value, agents.GROUP) for value in values]
     monkeypatch.setattr(packages, "entry_points", lambda group: points)

@@ -177,7 +177,7 @@ def test_samples_have_one_of_eight_neighbors_and_any_of_them() -> None:
     proofs = WeightProofs(KV_HEADS)
     names = [f"w{i}" for i in range(20)]
     proofs.record([], 0, SimpleNamespace(digests={}, is_full=True, stream=SimpleNamespace(names=names)))  # type: ignore[arg-type]
-    samples = [proofs._draw_sample() for _ in range(500)]
+    samples = [proofs.draw_sample() for _ in range(500)]
     for sample in samples:
         assert sorted(int(name[1:]) // 8 for name in sample) == [0, 1, 2]
     assert set.union(*samples) == set(names)

@@ -99,7 +99,7 @@ def broadcasting(
 
 
 def allow(sender: ServerPublisher, attempts: int) -> None:
-    settings: Any = sender._rollout
+    settings: Any = sender.rollout
     settings.weight_sync = settings.weight_sync.model_copy(update={"attempts": attempts})
 
 

@@ -76,14 +76,14 @@ class AgentFunction:
         self._config = config
         self._variables = variables
         self._now = now
-        self._agent: Agent
+        self.agent: Agent
         if config.function is not None:
-            self._agent = FunctionAgent(_load_function(config))
+            self.agent = FunctionAgent(_load_function(config))
         else:
-            self._agent = _load_program(config, run_folder)
+            self.agent = _load_program(config, run_folder)
         if config.renderer is not None:
             import_renderers(config.renderer)
-        network = self._agent.network if isinstance(self._agent, ContainerAgent) else None
+        network = self.agent.network if isinstance(self.agent, ContainerAgent) else None
         self._endpoint = Endpoint(config.host, config.max_body_bytes, network)
         self._executor = ThreadPoolExecutor(_NUM_THREADS, "agent-calls")
         self._settings = EpisodeSettings(
@@ -101,8 +101,8 @@ class AgentFunction:
 
     def close(self) -> None:
         """Stop listening, end an environment and remove containers."""
-        if isinstance(self._agent, EnvironmentAgent | ContainerAgent):
-            self._agent.close()
+        if isinstance(self.agent, EnvironmentAgent | ContainerAgent):
+            self.agent.close()
         self._endpoint.close()
         self._executor.shutdown(cancel_futures=True)
 
@@ -125,8 +125,8 @@ class AgentFunction:
                 self._reader = RendererReader(tokenizer, renderer, separates_reasoning=separates)
             else:
                 self._reader = ResponseReader(tokenizer, response_format, separates_reasoning=separates)
-        if isinstance(self._agent, EnvironmentAgent | ContainerAgent):
-            await self._agent.start()
+        if isinstance(self.agent, EnvironmentAgent | ContainerAgent):
+            await self.agent.start()
         async with self._slots:
             episode = Episode(turns, self._template, self._reader, self._episode_settings(prompt), self._executor)
             episode.takes_reward = self._config.reward == "call"
@@ -159,7 +159,7 @@ class AgentFunction:
         source_limit = None if prompt.limits is None else prompt.limits.timeout_seconds
         seconds = source_limit or self._config.timeout_seconds
         try:
-            return await run_with_time_limit(self._agent.run(task), episode, seconds)
+            return await run_with_time_limit(self.agent.run(task), episode, seconds)
         except AgentTimeout:
             limit = f"took longer than {prompt.limit_key('agent.timeout_seconds')} = {seconds:g}"
             return AgentExit(None, limit, has_timed_out=True)

@@ -254,7 +254,7 @@ class SDPACoreAttention(MegatronModule):
         outputs = []
         for bucket in packed_seq_params.buckets:
             parts = bucket.queries.pad(query), bucket.keys.pad(key), bucket.keys.pad(value)
-            outputs.append(bucket.queries.unpad(self._attend_bucket(*parts, self._mask_positions(bucket))))
+            outputs.append(bucket.queries.unpad(self.attend_bucket(*parts, self._mask_positions(bucket))))
         tokens = torch.cat([bucket.queries.tokens for bucket in packed_seq_params.buckets])
         # Values may have another head size than queries and keys (MLA).
         empty = value.new_empty(*query.shape[:-1], value.shape[-1])
@@ -267,7 +267,7 @@ class SDPACoreAttention(MegatronModule):
             return torch.arange(bucket.queries.longest, device=bucket.queries.slots.device)[None]
         return positions
 
-    def _attend_bucket(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None) -> Tensor:
+    def attend_bucket(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None) -> Tensor:
         """Attend within one bucket, block by block of the queries if one mask of all would be large.
 
         A block is computed again in the backward pass, so that no mask is kept for it.

@@ -118,7 +118,7 @@ class PlanSearch:
         """
         self._start_clock()
         # Small groups communicate least, so combinations with them are tried first.
-        feasible = sorted(self._feasible_flags(axes, self.machine.memory), key=self._replica_ranks)
+        feasible = sorted(self.feasible_flags(axes, self.machine.memory), key=self._replica_ranks)
         candidates: list[Candidate] = []
         for candidate in self._rehearse_all(feasible):
             candidates.append(candidate)
@@ -160,7 +160,7 @@ class PlanSearch:
         """
         self._start_clock()
         axes = {**DEFAULT_AXES, "offload": tuple(OFFLOAD)}
-        feasible = sorted(self._feasible_flags(axes, round((1 - TIGHT) * self.machine.memory)), key=len)
+        feasible = sorted(self.feasible_flags(axes, round((1 - TIGHT) * self.machine.memory)), key=len)
         fitting = (candidate for candidate in self._rehearse_all(feasible) if not any(candidate.sort_key[:3]))
         return itertools.islice(fitting, count)
 
@@ -192,7 +192,7 @@ class PlanSearch:
             return Candidate(flags, None, str(error))
         return Candidate(flags, plan)
 
-    def _feasible_flags(self, axes: Mapping[str, Sequence[str]], memory: int) -> list[Flags]:
+    def feasible_flags(self, axes: Mapping[str, Sequence[str]], memory: int) -> list[Flags]:
         """Return the minimal flags of all combinations with a valid layout and static memory that fits."""
         feasible: dict[str, Flags] = {}
         reason = f"weights, gradients and optimizer alone do not fit {self.machine.name}"

@@ -40,7 +40,7 @@ class RequestQueue:
         self._max_bytes = max_bytes
         self._lock = threading.Condition()
         self._pending: deque[Request] = deque()
-        self._known: OrderedDict[str, Request] = OrderedDict()
+        self.known: OrderedDict[str, Request] = OrderedDict()
 
     def add(self, request: Request) -> None:
         """Add a request, unless too many wait.
@@ -48,7 +48,7 @@ class RequestQueue:
         The same id again changes nothing: a client repeats what it has no answer to.
         """
         with self._lock:
-            if request.request_id in self._known:
+            if request.request_id in self.known:
                 return
             num_bytes = sum(each.num_bytes for each in self._pending)
             if len(self._pending) >= self._max_pending or (
@@ -56,14 +56,14 @@ class RequestQueue:
             ):
                 count = len(self._pending)
                 raise RequestError(f"{count} requests of {num_bytes} bytes are waiting; send this one again later", 429)
-            self._known[request.request_id] = request
+            self.known[request.request_id] = request
             self._pending.append(request)
             self._lock.notify()
 
     def get(self, request_id: str) -> Request:
         """Return a known request, whose result was not dropped."""
         with self._lock:
-            request = self._known.get(request_id)
+            request = self.known.get(request_id)
         if request is None:
             raise RequestError(f"the request {request_id!r:.120} is unknown, or its result is no longer kept", 404)
         return request
@@ -95,14 +95,14 @@ class RequestQueue:
 
     def _drop_results(self) -> None:
         """Drop results beyond the limits, the oldest first, and those that no client has fetched last."""
-        done = [each for each in self._known.values() if each.result is not None]
+        done = [each for each in self.known.values() if each.result is not None]
         num_bytes = sum(each.num_bytes for each in done)
         count = len(done)
         for old in sorted(done, key=lambda each: not each.is_fetched):
             # The newest is not dropped: nobody can have fetched it yet.
             if (count <= self._max_results and num_bytes <= self._max_bytes) or old is done[-1]:
                 return
-            del self._known[old.request_id]
+            del self.known[old.request_id]
             count -= 1
             num_bytes -= old.num_bytes
 

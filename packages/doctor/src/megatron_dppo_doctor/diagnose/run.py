@@ -7,9 +7,10 @@ that the diagnosed batch is as stale as those of the run.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_dppo.config.checks import check_router_weights
 from megatron_dppo.config.reward import RewardConfig
@@ -20,15 +21,19 @@ from megatron_dppo.errors import ConfigError
 from megatron_dppo.hf.folder import model_shape, read_hf_config, routing_shape
 from megatron_dppo.process.stop_signal import StopSignal
 from megatron_dppo.report.clock import Clock
-from megatron_dppo.rollout.batch import CollectedRollouts
 from megatron_dppo.rollout.saved import SchedulerState
-from megatron_dppo.run.session import Session, open_session
-from megatron_dppo.run.step import StepBatch, make_samples
+from megatron_dppo.run.collector import RolloutCollector
+from megatron_dppo.run.session import open_session
+from megatron_dppo.run.step import StepBatch
+from megatron_dppo.setup.inputs import Inputs
 from megatron_dppo.setup.named_functions import SAMPLING, TRAINING, named_functions, require_permission
+from megatron_dppo.setup.resume import ResumePoint
 from megatron_dppo.setup.starts import load_run_config, read_starts
-from megatron_dppo.types import TrainingSample
 from megatron_dppo_doctor.diagnose.ledger import Cause, Ledger, make_ledger
 from megatron_dppo_doctor.diagnose.scoring import RunScorer, Snapshots
+
+if TYPE_CHECKING:
+    from megatron_dppo.policy.trainer import PolicyTrainer
 
 
 def diagnose_run(folder: Path, overrides: Sequence[str] = (), *, with_functions: bool = False) -> Ledger:
@@ -41,21 +46,31 @@ def diagnose_run(folder: Path, overrides: Sequence[str] = (), *, with_functions:
     if not with_functions:
         config = _without_functions(config)
     with StopSignal(), open_session(config) as session:
-        _restore(session)
+        collector, inputs, say = session.collector, session.inputs, session.records.console.print
+        step = _restore(session.resume_point, session.trainer, collector, say)
         snapshots = Snapshots(session.trainer)
+        replay = before.train.router_replay
+        scorer = RunScorer(
+            trainer=session.trainer,
+            snapshots=snapshots,
+            config=session.config,
+            replays="none" if replay != "rollout" else "weights" if before.train.router_replay_weights else "ids",
+            engine=collector.engine if isinstance(collector.engine, LocalEngine) else None,
+            exact=None,
+            is_local=_is_local_copy(session.config),
+            has_linear_attention=model_shape(inputs.hf_config).linear is not None,
+        )
         for _ in range(config.train.max_staleness):
-            collected = _collect(session, snapshots)
-            samples = _samples(session, collected)
-            scorer = _scorer(session, before, snapshots)
+            batch = _collect(collector, step, snapshots)
+            samples = batch.samples
             # The diagnosis asks the engine for combine weights, which the run itself does not replay.
-            if before.train.router_replay == "rollout" and not before.train.router_replay_weights:
+            if replay == "rollout" and not before.train.router_replay_weights:
                 samples = [scorer.without_weights(sample) for sample in samples]
-            session.updater.step(StepBatch(session.state.step, collected, samples), Clock())
-            session.stream.wait_before_update(Clock())
-            session.state.step += 1
-            session.records.show_servers(session.gpus.after_update(samples_next=True))
-        collected = _collect(session, snapshots)
-        return _make_ledger(session, before, snapshots, collected)
+            session.updater.step(StepBatch(step, batch.collected, samples), Clock())
+            collector.stream.wait_before_update(Clock())
+            step += 1
+            collector.publish(Clock(), samples_next=True)
+        return _make_ledger(scorer, before, _collect(collector, step, snapshots), inputs)
 
 
 def load_diagnosed_config(folder: Path, overrides: Sequence[str], *, with_functions: bool = False) -> Config:
@@ -124,64 +139,50 @@ def _is_local_copy(config: Config) -> bool:
     return config.rollout.engine == "local" and not config.rollout.batch_invariant
 
 
-def _restore(session: Session) -> None:
-    """Load the newest checkpoint, but not its rollouts: the weights that sampled them are not saved."""
-    if isinstance(session.engine, LocalEngine):
-        session.engine.reveal_filters()
-    point = session.resume_point
+def _restore(
+    point: ResumePoint | None, trainer: PolicyTrainer, collector: RolloutCollector, say: Callable[[str], None]
+) -> int:
+    """Load the newest checkpoint and return its step. Its rollouts stay: the weights that sampled them are not saved.
+
+    Args:
+        point: Checkpoint. None diagnoses the initial weights.
+        trainer: Receives the weights.
+        collector: Receives the position in the data.
+        say: Prints a line.
+    """
+    if isinstance(collector.engine, LocalEngine):
+        collector.engine.reveal_filters()
     if point is None:
-        session.records.console.print("diagnose the run has no checkpoint: diagnosing its initial weights")
-        return
-    state = session.trainer.load(point.checkpoint, same_layout=point.same_layout)
-    session.state.step = state["step"]
-    saved = SchedulerState.from_json(state["stream"]).with_data_parallel_size(session.inputs.layout.dp)
-    session.stream.restore(saved.without_submissions(session.state.step), {})
-    session.records.console.print(f"diagnose {point.checkpoint} (step {session.state.step})")
+        say("diagnose the run has no checkpoint: diagnosing its initial weights")
+        return 0
+    state = trainer.load(point.checkpoint, same_layout=point.same_layout)
+    step: int = state["step"]
+    saved = SchedulerState.from_json(state["stream"]).with_data_parallel_size(trainer.layout.dp)
+    collector.stream.restore(saved.without_submissions(step), {})
+    say(f"diagnose {point.checkpoint} (step {step})")
+    return step
 
 
-def _collect(session: Session, snapshots: Snapshots) -> CollectedRollouts:
-    notes = session.gpus.for_sampling()
+def _collect(collector: RolloutCollector, step: int, snapshots: Snapshots) -> StepBatch:
+    collector.begin()
     # Before sampling: these are the weights that sample the batch, to score it with later.
     snapshots.take()
-    collected = session.stream.collect(session.state.step, session.trainer.policy_version, Clock())
-    session.records.show_servers([*notes, *session.gpus.for_training()])
-    return collected
+    return collector.collect(step, Clock())
 
 
-def _samples(session: Session, collected: CollectedRollouts) -> list[TrainingSample]:
-    config = session.config
-    return make_samples(collected.groups, config.train, config.reward, has_teacher=config.distillation.is_enabled)
-
-
-def _scorer(session: Session, before: Config, snapshots: Snapshots) -> RunScorer:
-    replay = before.train.router_replay
-    return RunScorer(
-        trainer=session.trainer,
-        snapshots=snapshots,
-        config=session.config,
-        replays="none" if replay != "rollout" else "weights" if before.train.router_replay_weights else "ids",
-        engine=session.engine if isinstance(session.engine, LocalEngine) else None,
-        exact=None,
-        is_local=_is_local_copy(session.config),
-        has_linear_attention=model_shape(session.inputs.hf_config).linear is not None,
-    )
-
-
-def _make_ledger(session: Session, before: Config, snapshots: Snapshots, collected: CollectedRollouts) -> Ledger:
+def _make_ledger(scorer: RunScorer, before: Config, batch: StepBatch, inputs: Inputs) -> Ledger:
     import torch
 
-    scorer, inputs = _scorer(session, before, snapshots), session.inputs
     if scorer.engine is not None:
-        device = session.trainer.device
+        device = scorer.trainer.device
         exact = LocalEngine(inputs.hf_config, inputs.tokenizer, dtype=torch.float32, device=device)
         scorer = replace(scorer, exact=exact)
     try:
-        samples = _samples(session, collected)
-        trained, chain = scorer.chain(collected.groups, samples)
-        scorings = scorer.scorings(chain, samples)
+        trained, chain = scorer.chain(batch.collected.groups, batch.samples)
+        scorings = scorer.scorings(chain, batch.samples)
         absent = _missing_causes(before, scorer, {cause for cause, _ in chain})
         return make_ledger(
-            scorer.gather_trained(trained, samples), scorings, absent, _ledger_notes(before, session.state.step)
+            scorer.gather_trained(trained, batch.samples), scorings, absent, _ledger_notes(before, batch.step)
         )
     finally:
         if scorer.exact is not None:

@@ -73,8 +73,8 @@ def replay_step(folder: Path, step: int, overrides: Sequence[str] = ()) -> Repla
         collected = CollectedRollouts(groups, ages, {}, dict(Counter(ages)))
         record = StepRecord(run.trainer.policy_version)
         samples = make_samples(groups, config.train, config.reward, has_teacher=config.distillation.is_enabled)
-        batch = StepBatch(run.step, collected, samples)
-        results = run.updater.step(batch, Clock(), record=record, mini_batches=mini_batches)
+        batch = StepBatch(run.step, collected, samples, record=record)
+        results = run.updater.step(batch, Clock(), mini_batches=mini_batches)
         # The same averages over updates as in the run's metrics.
         last = results[-1]
         metrics = reduce_updates([result.metrics for result in results]) | {

@@ -77,10 +77,10 @@ class ServerPool:
         self._generate_on = ask
         self._patience = unavailable_timeout_seconds
         self._max_imbalance = max_imbalance
-        self._servers = [PooledServer(server, (i - first) % len(servers)) for i, server in enumerate(servers)]
+        self.servers = [PooledServer(server, (i - first) % len(servers)) for i, server in enumerate(servers)]
         self._slots = asyncio.Semaphore(max_in_flight)
-        self._monitor = HealthMonitor(self._servers, health_seconds, self._mark_unhealthy, lambda: self.version)
-        self._versions: list[int] = []
+        self._monitor = HealthMonitor(self.servers, health_seconds, self._mark_unhealthy, lambda: self.version)
+        self.versions: list[int] = []
         self._gate = Gate()
         self._server_by_affinity: dict[str, PooledServer] = {}
         self._in_flight: dict[str, tuple[PooledServer, str]] = {}
@@ -90,11 +90,11 @@ class ServerPool:
     @property
     def version(self) -> int:
         """Version of the current weights; -1 before the first ``use_version``."""
-        return self._versions[-1] if self._versions else -1
+        return self.versions[-1] if self.versions else -1
 
     def exclude(self, url: str, problem: str) -> None:
         """Send a server no more requests in this run; requests on it go elsewhere."""
-        for server in self._servers:
+        for server in self.servers:
             if server.url == url:
                 server.exclusion = problem
                 self._mark_unhealthy(server, problem, is_final=True)
@@ -104,12 +104,12 @@ class ServerPool:
 
         Call it after each publish, when the servers generate again.
         """
-        servers = {server.url: server for server in self._servers}
+        servers = {server.url: server for server in self.servers}
         synced = {url.rstrip("/") for url in urls}
         if unknown := sorted(synced - servers.keys()):
             raise ValueError(f"use_version: {unknown[0]!r} is not a server of this pool; it has {sorted(servers)}")
         if version != self.version:
-            self._versions.append(version)
+            self.versions.append(version)
         self._server_by_affinity.clear()  # the prefix caches are empty after a sync
         for url, server in servers.items():
             server.mark_synced(None if url in synced else f"the weight sync did not bring it to version {version}")
@@ -154,7 +154,7 @@ class ServerPool:
                 ``NoUsableServer`` unless each server violated the contract too often.
             RuntimeError: Called before the first ``use_version``.
         """
-        if not self._versions:
+        if not self.versions:
             raise RuntimeError("ServerPool.generate before the first use_version: no server has weights")
         async with self._slots:
             self._monitor.request_started()
@@ -201,8 +201,8 @@ class ServerPool:
             failed.add(server)
             first_failure = self.now() if first_failure is None else first_failure
             # Servers that recover and fail in turn must not keep a request alive forever.
-            if attempt > 2 * len(self._servers) and self.now() >= self._deadline(first_failure):
-                states = "; ".join(s.describe() for s in self._servers)
+            if attempt > 2 * len(self.servers) and self.now() >= self._deadline(first_failure):
+                states = "; ".join(s.describe() for s in self.servers)
                 raise ServerError(
                     "rollout.servers",
                     f"request {request.request_id} failed {attempt} times; the last time: {problem}. Servers: {states}",
@@ -210,7 +210,7 @@ class ServerPool:
 
     async def _send(self, server: PooledServer, request: GenerateRequest) -> Generation:
         """Send a request to a server and check which weights responded."""
-        version_index = len(self._versions) - 1
+        version_index = len(self.versions) - 1
         evictions = server.evictions
         sent = self.now()
         task = asyncio.ensure_future(self._generate_on(server.server, request))
@@ -231,7 +231,7 @@ class ServerPool:
             self._handle_error(server, error)
             raise _RetryElsewhere(str(error)) from None
         # Every version that was current at some time since the request was sent is valid.
-        valid = self._versions[version_index:]
+        valid = self.versions[version_index:]
         wrong = sorted({span.policy_version for span in generation.versions} - set(valid))
         if wrong:
             problem = f"it responded with weights of version {wrong[0]}, expected {valid[-1]}"
@@ -281,7 +281,7 @@ class ServerPool:
                 if self._usable():
                     continue
             remaining = self._deadline(first_failure) - self.now()
-            if remaining <= 0 or all(server.is_final for server in self._servers):
+            if remaining <= 0 or all(server.is_final for server in self.servers):
                 raise self._no_usable_server()
             await asyncio.sleep(min(wait, remaining))
 
@@ -295,11 +295,11 @@ class ServerPool:
         return server
 
     def _no_usable_server(self) -> ServerError:
-        error_class = ServerError if all(server.is_banned for server in self._servers) else NoUsableServer
+        error_class = ServerError if all(server.is_banned for server in self.servers) else NoUsableServer
         return error_class(
             "rollout.servers",
-            f"none of {len(self._servers)} can be used at policy version {self.version}: "
-            f"{'; '.join(server.describe() for server in self._servers)}. Restart the "
+            f"none of {len(self.servers)} can be used at policy version {self.version}: "
+            f"{'; '.join(server.describe() for server in self.servers)}. Restart the "
             "servers, and the run: it continues from its last checkpoint",
         )
 
@@ -313,7 +313,7 @@ class ServerPool:
         return asyncio.get_running_loop().time()
 
     def _usable(self) -> list[PooledServer]:
-        return [server for server in self._servers if server.problem is None]
+        return [server for server in self.servers if server.problem is None]
 
     def _mark_unhealthy(self, server: PooledServer, problem: str, *, is_final: bool = False) -> None:
         server.back_off(self.now(), problem)
