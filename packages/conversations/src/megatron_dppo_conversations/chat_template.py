@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, overload
 from weakref import WeakKeyDictionary
 
 from megatron_dppo_conversations.formats import choose_format
-from megatron_dppo_conversations.rules import NOTE_ROLES, fold_notes, with_text_arguments
+from megatron_dppo_conversations.rules import fold_notes, with_text_arguments
 
 _CODES = "aAwdbBmyYHIpMSfjUWcxXGuVDFTRenthCg"
 """Format codes of ``strftime`` that have a value without a time zone."""
@@ -113,7 +113,7 @@ def apply_chat_template(
         except Exception:
             # The first error is about the messages as they were written.
             raise error from None
-    notes = Counter(str(message["content"]).strip() for message in messages if message["role"] in NOTE_ROLES)
+    notes = Counter(str(message["content"]).strip() for message in messages if message["role"] == "system")
     is_complete = tokenize or all(text.count(note) >= number for note, number in notes.items())
     return text if is_complete else render(folded)
 
