@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,18 @@ def entry(request: pytest.FixtureRequest) -> Entry:
 @pytest.fixture(params=APIS)
 def api(request: pytest.FixtureRequest) -> Entry:
     return APIS[request.param]
+
+
+@pytest.mark.parametrize("name", ["gptoss", "qwen3", "glm4moe", "qwen3_5_think", "nemotron_3_nano"])
+def test_thoughts_of_a_call_reach_the_prompt_of_published_templates(entry: Entry, tmp_path: Path, name: str) -> None:
+    spec = find_spec("trl")
+    assert spec is not None and spec.origin is not None
+    made = tokenizer((Path(spec.origin).parent / f"chat_templates/{name}.jinja").read_text(encoding="utf-8"))
+    for content in (None, "So."):
+        for thoughts in THOUGHTS:
+            sent = said(USER, {**called(content, arguments={"a": 2}), thoughts: "Hm, two."}, answer("c"))
+            text = entry(made, sent, tmp_path)
+            assert "Hm, two." in text and (content or "") in text
 
 
 def test_a_template_that_takes_later_system_messages_gets_them(entry: Entry, tmp_path: Path) -> None:

@@ -149,6 +149,23 @@ def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return result
 
 
+def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return messages whose thoughts have the name that gpt-oss' template reads.
+
+    It writes the content beside a call as a thought, and refuses both.
+    """
+    result: list[Message] = []
+    for each in messages:
+        message = dict(each)
+        if thoughts := message.pop("reasoning_content", ""):
+            if message.get("tool_calls") and message["content"]:
+                thoughts = f"{thoughts}\n\n{message['content']}"
+                message["content"] = ""
+            message["thinking"] = thoughts
+        result.append(message)
+    return result
+
+
 def order_tool_results(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with the results of tools in the order of the calls that they answer.
 
