@@ -13,8 +13,7 @@ from megatron_dppo.errors import CheckpointError, DataError
 from megatron_dppo.files import require_regular_files
 from megatron_dppo.types.model_folder import Tokenizer
 from megatron_dppo_conversations.chat_template import apply_chat_template, prints_tools, template_problem
-from megatron_dppo_conversations.messages import Messages
-from megatron_dppo_conversations.rules import TOOL_COLUMNS
+from megatron_dppo_conversations.messages import TOOL_COLUMNS, Messages
 
 _OURS = (
     "messages",
@@ -100,11 +99,6 @@ class ChatOptions:
         begun = ""
         if messages[-1]["role"] == "assistant":
             *messages, last = messages
-            if last.get("tool_calls"):
-                raise DataError(
-                    f"{row.location}: the messages end with tool calls, which have no results. Add a message of the "
-                    "role tool for each, or remove the last message"
-                )
             begun = last["content"]
         try:
             text = apply_chat_template(

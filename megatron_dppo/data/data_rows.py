@@ -17,14 +17,15 @@ from megatron_dppo.errors import DataError
 from megatron_dppo.source_names import TASK
 from megatron_dppo.types import PromptLimits
 from megatron_dppo_conversations.messages import (
+    TOOL_COLUMNS,
     Messages,
-    clean_messages,
     media_problem,
-    messages_problem,
     missing_prompt_hint,
     parse_messages,
+    read_row_messages,
+    read_row_tools,
 )
-from megatron_dppo_conversations.rules import TOOL_COLUMNS, ConversationError, read_row_tools
+from megatron_dppo_conversations.rules import ConversationError
 
 PROBLEM_COLUMNS = ("problem", "question", "Problem", "Question")
 """Columns with a bare problem, to which a chat template is applied."""
@@ -149,12 +150,10 @@ def _read_prompt(location: str, record: Mapping[str, Any], key: str, *, is_colum
                 f"{location}: field {key!r} is a column of {len(prompt)} texts, expected one prompt. Write each row of "
                 "the table as an object of its own"
             )
-        if problem := messages_problem(prompt):
-            raise DataError(f"{location}: field {key!r} holds no chat messages: {problem}")
         try:
-            return clean_messages(prompt, _known_tools(record, is_columnar), is_columnar=is_columnar)
+            return read_row_messages(prompt, _known_tools(record, is_columnar), is_columnar=is_columnar)
         except ConversationError as error:
-            raise DataError(f"{location}: field {key!r}: {error}") from error
+            raise DataError(f"{location}: field {key!r} holds no chat messages: {error}") from error
     raise DataError(
         f"{location}: field {key!r} must be a non-empty string or a list of messages {{role, content}}, got "
         f"{prompt!r:.200}"

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo_agents.conversations import order_tool_results
 from megatron_dppo_agents.runner import AgentTask
+from megatron_dppo_conversations.rules import order_tool_results
 from test_agents import chat, post, user
 from tests.unit.scripted import CALL, TEMPLATE, TOOLS, World
 

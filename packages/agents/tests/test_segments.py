@@ -45,10 +45,9 @@ from megatron_dppo.types import (
     SamplingParams,
     TrainingSample,
 )
-from megatron_dppo_agents.agent_request import CallError
-from megatron_dppo_agents.conversations import order_tool_results
 from megatron_dppo_agents.runner import AgentTask
 from megatron_dppo_agents.segments import join_segments
+from megatron_dppo_conversations.rules import ConversationError, order_tool_results
 from test_agents import chat, post, user
 from tests.unit.configs import config
 from tests.unit.engines.test_server_engine import publish
@@ -385,7 +384,7 @@ def test_results_of_tools_stand_in_the_order_of_the_calls() -> None:
         ([said, {"role": "assistant", "content": "", "tool_calls": [call("v")]}, answer_of("x", "")], "'x' is no call"),
         ([{**said, "tool_calls": [call("x"), call("x")]}], "one id twice"),
     ):
-        with pytest.raises(CallError, match=words):
+        with pytest.raises(ConversationError, match=words):
             order_tool_results(messages)
 
 

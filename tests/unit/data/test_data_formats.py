@@ -128,10 +128,10 @@ REFUSED_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"conversations": SHAREGPT}, "field 'prompt' is missing; 'conversations' holds ShareGPT rows"),
     ({"conversations": CHAT}, "data.prompt_key = 'conversations' reads its messages"),
     ({"prompt": str(CHAT)}, "as Python prints it"),
-    ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "1"}]}]}, "a list of parts as content"),
+    ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, "message 0 has a part that is no text"),
     (
         {"prompt": [{"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "image_url"}]}]},
-        "message 0 has a part of type 'image_url', and the model is trained on text alone",
+        "message 0 has a part that is no text .type 'image_url'.",
     ),
     ({"prompt": "<image>1", "images": ["a.png"]}, "field 'images' is not empty, and the model is trained on text"),
     ({"prompt": "1", "image": {"bytes": None, "path": "a.png"}}, "field 'image' is not empty"),

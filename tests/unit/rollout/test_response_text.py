@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_dppo.rewards import extract_answer
+from megatron_dppo.rewards import extract_answer, math_reward
 from megatron_dppo.rollout.response_text import decode_response
 from megatron_dppo_answers.extract import is_well_formed
 from megatron_dppo_answers.thinking import THINKING_TAGS, after_thinking
+from tests.engines.tiny import byte_tokenizer
 
 WORDS = ["I", " think", " 11", " no", " Answer", ": 12"]
 
@@ -69,3 +74,29 @@ def test_the_chat_template_says_which_channel_is_the_answer() -> None:
     # Without the template no channel is known.
     model.chat_template = None
     assert extract_answer(decode_response(model, model.convert_tokens_to_ids(unsure))) == "12"
+
+
+THOUGHT = "<|channel|>analysis<|message|>{other}<|end|><|start|>assistant"
+FORMS = [
+    f"{THOUGHT}<|channel|>final<|message|>{{said}}<|return|>",
+    "<|channel|>final<|message|>{said}<|return|>",
+    f"{THOUGHT}<|channel|>commentary<|message|>{{other}}<|end|><|start|>assistant<|channel|>final <|constrain|>json"
+    "<|message|>{said}<|return|>",
+]
+"""Answers of gpt-oss as its published guide has them: with a thought, at once, and behind a note to the user."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_example_of_gpt_oss_is_rewarded_for_its_final_channel(form: str) -> None:
+    spec = find_spec("trl")
+    assert spec is not None and spec.origin is not None
+    model = byte_tokenizer(["<|endoftext|>", "<|startoftext|>", *HARMONY])
+    model.add_special_tokens({"additional_special_tokens": HARMONY})
+    model.chat_template = (Path(spec.origin).parent / "chat_templates/gptoss.jinja").read_text(encoding="utf-8")
+    config = tomllib.loads(Path("examples/gpt_oss_20b/dppo.toml").read_text())
+    assert config["reward"]["function"] == "math"
+    for said, expected in ((r"\boxed{4}", 1.0), (r"\boxed{5}", 0.0), ("I do not know.", 0.0)):
+        other = r"\boxed{5}" if expected else r"\boxed{4}"
+        ids = model(form.format(other=other, said=said), add_special_tokens=False).input_ids
+        text = decode_response(model, ids)
+        assert math_reward(prompt="", completion=text, label="4", metadata={}) == expected

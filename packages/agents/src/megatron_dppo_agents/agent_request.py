@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dppo_conversations.rules import Message
+
 MODEL = "policy"
 """Name of the model if a request names none."""
 
@@ -35,15 +37,6 @@ class ContextLengthError(CallError):
             400,
             "context_length_exceeded",
         )
-
-
-Message = dict[str, Any]
-"""Message with ``role`` and ``content`` (a string).
-
-Optional are ``reasoning_content``, ``tool_calls``, ``tool_call_id`` and ``name``.
-
-The arguments of a tool call are an object if they are JSON.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dppo_agents.agent_request import AgentRequest, Message
+from megatron_dppo_agents.agent_request import AgentRequest
+from megatron_dppo_conversations.rules import Message
 
 
 @dataclass(frozen=True, kw_only=True)

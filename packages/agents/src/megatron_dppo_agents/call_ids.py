@@ -9,8 +9,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 
-from megatron_dppo_agents.agent_request import Message
 from megatron_dppo_conversations.formats.base import ToolCall
+from megatron_dppo_conversations.rules import Message
 
 
 class CallIds:

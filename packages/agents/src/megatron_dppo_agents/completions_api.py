@@ -8,26 +8,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo_agents.agent_request import MODEL, AgentRequest, CallError, Message
+from megatron_dppo_agents.agent_request import MODEL, AgentRequest, CallError
 from megatron_dppo_agents.agent_response import AgentResponse
 from megatron_dppo_agents.protocol_record import Protocol, arguments_text, logprob_entries
 from megatron_dppo_agents.request_fields import (
+    BEGUN_ANSWER,
     is_token_list,
     read_bool,
-    read_call,
     read_limit,
     read_model,
     read_stop,
     read_tool_choice,
-    read_tools,
-    refuse_begun_answer,
     require_object,
     require_text_format,
-    text_of_parts,
     unfollowed_fields,
 )
+from megatron_dppo_conversations.rules import Message, read_message, read_tools
 
-_ROLES = ("system", "user", "assistant", "tool")
 _COMMON_FIELDS = frozenset(
     {
         *("model", "n", "best_of", "logprobs", "top_logprobs", "stream", "stream_options", "max_tokens"),
@@ -54,10 +51,10 @@ def read_chat(data: object) -> AgentRequest:
     require_text_format(body.get("response_format"), "response_format")
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise CallError("'messages' is missing, empty or no list")
-    tools = read_tools(body)
+    tools = read_tools(body.get("tools"), "tools")
     choice = read_tool_choice(body.get("tool_choice"), tools, path=("function", "name"))
     return AgentRequest(
-        messages=tuple(_read_message(message, index) for index, message in enumerate(body["messages"])),
+        messages=tuple(_read_message(message, f"messages[{index}]") for index, message in enumerate(body["messages"])),
         is_chat=True,
         tools=tuple(tools),
         reads_tool_calls=choice.reads_tool_calls,
@@ -124,27 +121,12 @@ def _read_common(body: Mapping[str, Any], served: frozenset[str]) -> _CommonFiel
     )
 
 
-def _read_message(message: Any, index: int) -> Message:
-    role = message.get("role") if isinstance(message, dict) else None
-    # OpenAI's newer name of the same role.
-    role = "system" if role == "developer" else role
-    if role not in _ROLES:
-        raise CallError(f"messages[{index}] has the role {role!r:.80}; expected {', '.join(_ROLES)}")
-    content = text_of_parts(message.get("content"), ["text"], f"messages[{index}].content")
-    result: Message = {"role": role, "content": content}
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise CallError(f"messages[{index}].tool_calls = {calls!r:.80}, expected a list")
-    if calls:
-        result["tool_calls"] = [read_call(call, f"messages[{index}].tool_calls") for call in calls]
-    result |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
-    if role == "assistant":
-        refuse_begun_answer(message, f"messages[{index}]")
-        # vLLM and litellm have either name.
-        reasoning = [message[name] for name in ("reasoning_content", "reasoning") if isinstance(message.get(name), str)]
-        if any(reasoning):
-            result["reasoning_content"] = next(text for text in reasoning if text)
-    return result
+def _read_message(message: Any, name: str) -> Message:
+    read = read_message(message, name)
+    # Marks of DeepSeek and Mistral, Kimi and Qwen.
+    if message.get("prefix") or message.get("partial"):
+        raise CallError(f"{name} is the beginning of a response; {BEGUN_ANSWER}")
+    return read
 
 
 def response_body(response: AgentResponse) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from megatron_dppo.rollout.turns import ResponseBranch
-from megatron_dppo_agents.agent_request import AgentRequest, CallError, Message
+from megatron_dppo_agents.agent_request import AgentRequest
 from megatron_dppo_agents.call_ids import CallIds, answer_to
 from megatron_dppo_agents.response_reader import ResponseReader
 from megatron_dppo_agents.template import ChatTemplate
+from megatron_dppo_conversations.rules import Message
 
 
 class ForkReason(StrEnum):
@@ -178,52 +179,6 @@ def continue_text(call: AgentRequest, conversations: Sequence[Conversation], tem
 def tools_key(call: AgentRequest) -> str:
     """Return a key that is equal for equal tools."""
     return json.dumps(call.tools, sort_keys=True)
-
-
-def order_tool_results(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with the results of tools in the order of the calls that they answer.
-
-    Many templates leave out the ids of calls, so that the policy would take one result for another. Results without an
-    id belong to the calls without a result, in their order. An unknown id, or one twice, raises ``CallError``.
-    """
-    result: list[Message] = []
-    positions: dict[str, int] = {}
-    answered: set[str] = set()
-    results: list[Message] = []
-
-    def flush() -> None:
-        unanswered = [call_id for call_id in positions if call_id not in answered]
-        for each, message in enumerate(results):
-            if unanswered and not message.get("tool_call_id"):
-                results[each] = {**message, "tool_call_id": unanswered.pop(0)}
-        result.extend(sorted(results, key=lambda message: positions.get(message.get("tool_call_id", ""), -1)))
-        results.clear()
-
-    for index, message in enumerate(messages):
-        if message["role"] != "tool":
-            flush()
-        if message["role"] == "assistant":
-            calls = message.get("tool_calls", ())
-            positions = {call["id"]: number for number, call in enumerate(calls) if call["id"]}
-            if len(positions) < sum(bool(call["id"]) for call in calls):
-                raise CallError(f"messages[{index}].tool_calls have one id twice; expected an id for each call")
-            answered = set()
-        if message["role"] != "tool":
-            result.append(message)
-            continue
-        call_id = message.get("tool_call_id", "")
-        if call_id and call_id in answered:
-            raise CallError(f"messages[{index}].tool_call_id = {call_id!r:.80} has a result already; send one a call")
-        if call_id and call_id not in positions:
-            known = ", ".join(map(repr, positions)) or "it has none"
-            raise CallError(
-                f"messages[{index}].tool_call_id = {call_id!r:.80} is no call of the response before it "
-                f"({known:.200}); send the id of the call that the result belongs to"
-            )
-        answered.add(call_id)
-        results.append(message)
-    flush()
-    return result
 
 
 def restore_thoughts(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_dppo_agents.agent_request import MODEL, AgentRequest, CallError, Message
+from megatron_dppo_agents.agent_request import MODEL, AgentRequest, CallError
 from megatron_dppo_agents.agent_response import AgentResponse
 from megatron_dppo_agents.protocol_record import Protocol, StoredResponses, named_event
 from megatron_dppo_agents.request_fields import (
@@ -16,13 +16,10 @@ from megatron_dppo_agents.request_fields import (
     read_model,
     read_stop,
     read_tool_choice,
-    read_tools,
     require_object,
-    text_of_parts,
     unfollowed_fields,
 )
-from megatron_dppo_conversations.formats.base import make_tool_call
-from megatron_dppo_conversations.rules import fold_notes
+from megatron_dppo_conversations.rules import Message, read_content, read_message, read_tools
 
 _SERVED = frozenset({"model", "max_tokens", "messages", "system", "tools", "tool_choice", "stream", "stop_sequences"})
 _WITHOUT_EFFECT = frozenset({"metadata", "service_tier", "cache_control", "betas", "inference_geo"})
@@ -52,14 +49,14 @@ def read_messages(data: object, _: StoredResponses | None = None) -> AgentReques
             "an output format is not supported, since it would change the probabilities of the tokens; describe the "
             "format in a message, or give a tool"
         )
-    system = text_of_parts(body.get("system"), ["text"], "'system'")
+    system = read_content(body.get("system") or "", "'system'")
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(body["messages"]):
-        messages += _read_message(message, f"messages[{index}]")
-    messages = fold_notes(messages)
+        name = f"messages[{index}]"
+        messages += [read_message(each, name) for each in _chat_messages(message, name)]
     if messages[-1]["role"] == "assistant":
         raise CallError(f"the last message is the assistant's; {BEGUN_ANSWER}")
-    tools = read_tools(body, "custom", None)
+    tools = read_tools(body.get("tools"), "tools", kinds=("custom", None))
     choice = body.get("tool_choice") or {"type": "auto"}
     if not isinstance(choice, dict) or choice.get("type", "auto") not in _TOOL_CHOICES:
         raise CallError(f"'tool_choice' = {choice!r:.200}, expected an object with the type auto, any, tool or none")
@@ -79,8 +76,8 @@ def read_messages(data: object, _: StoredResponses | None = None) -> AgentReques
     )
 
 
-def _read_message(message: Any, name: str) -> list[Message]:
-    """Return the messages of the chat that one message stands for."""
+def _chat_messages(message: Any, name: str) -> list[Message]:
+    """Return the messages of chat completions that one message stands for, which are not read yet."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
         raise CallError(f"{name} has the role {role!r:.80}; expected user or assistant")
@@ -89,42 +86,35 @@ def _read_message(message: Any, name: str) -> list[Message]:
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise CallError(f"{name}.content = {content!r:.200}, expected a string or a list of blocks")
     if role == "assistant":
-        return [_read_assistant(blocks, name)]
-    results = [_read_result(block, name) for block in blocks if block.get("type") == "tool_result"]
-    texts = [block for block in blocks if block.get("type") != "tool_result"]
-    text = text_of_parts(texts, ["text"], f"{name}.content")
-    if role == "system":
-        return [{"role": "system", "content": text}]
-    return [*results, {"role": "user", "content": text}] if texts or not results else results
+        return [_chat_answer(blocks, name)]
+    results = [_chat_result(block, name) for block in blocks if block.get("type") == "tool_result" and role == "user"]
+    texts = [block for block in blocks if block.get("type") != "tool_result" or role != "user"]
+    return [*results, {"role": role, "content": texts}] if texts or not results else results
 
 
-def _read_result(block: Mapping[str, Any], name: str) -> Message:
+def _chat_result(block: Mapping[str, Any], name: str) -> Message:
     call_id = block.get("tool_use_id")
     if not isinstance(call_id, str):
         raise CallError(f"{name} has a tool_result without tool_use_id")
-    content = text_of_parts(block.get("content"), ["text"], f"{name}.content[tool_result].content")
-    return {"role": "tool", "tool_call_id": call_id, "content": content}
+    return {"role": "tool", "tool_call_id": call_id, "content": block.get("content") or ""}
 
 
-def _read_assistant(blocks: list[dict[str, Any]], name: str) -> Message:
-    texts: list[str] = []
+def _chat_answer(blocks: list[dict[str, Any]], name: str) -> Message:
+    texts: list[dict[str, Any]] = []
     thoughts: list[str] = []
     calls = []
     for block in blocks:
         kind = block.get("type")
-        if kind == "text" and isinstance(block.get("text"), str):
-            texts.append(block["text"])
-        elif kind == "thinking" and isinstance(block.get("thinking"), str):
+        if kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
-        elif kind == "tool_use" and isinstance(block.get("name"), str) and isinstance(block.get("id"), str):
-            if not isinstance(block.get("input", {}), dict):
-                raise CallError(f"{name} has a tool_use whose input is {block['input']!r:.80}; expected an object")
-            calls.append(make_tool_call(block["id"], block["name"], block.get("input", {})))
+        elif kind == "tool_use" and isinstance(block.get("id"), str):
+            function = {field: value for field, value in block.items() if field not in ("input", "cache_control")}
+            calls.append({"id": block["id"], "function": {**function, "arguments": block.get("input")}})
+        elif kind in ("thinking", "tool_use"):
+            raise CallError(f"{name} has a block of type {kind!r} without its text or id")
         elif kind != "redacted_thinking":
-            raise CallError(f"{name} has a block of type {kind!r:.80}; expected text, thinking or tool_use")
-    message: Message = {"role": "assistant", "content": "".join(texts)}
-    message |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
-    return message | ({"tool_calls": calls} if calls else {})
+            texts.append(block)
+    return {"role": "assistant", "content": texts, "reasoning_content": "".join(thoughts), "tool_calls": calls}
 
 
 def _blocks(response: AgentResponse) -> list[dict[str, Any]]:

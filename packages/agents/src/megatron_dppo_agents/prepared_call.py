@@ -13,10 +13,10 @@ from megatron_dppo_agents.conversations import (
     Continuation,
     Conversation,
     find_continuation,
-    order_tool_results,
 )
 from megatron_dppo_agents.response_reader import ResponseReader
 from megatron_dppo_agents.template import ChatTemplate
+from megatron_dppo_conversations.rules import ConversationError, order_tool_results
 
 
 class PreparedCall(NamedTuple):
@@ -69,6 +69,8 @@ def _rejected_if_it_fails() -> Iterator[None]:
         yield
     except CallError:
         raise
+    except ConversationError as error:
+        raise CallError(str(error)) from error
     except BaseException as error:
         # Everything here depends on the text of the call alone, which must not end the run. A panic of the
         # tokenizer is no ``Exception``.

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dppo_agents.agent_request import AgentRequest, Message
+from megatron_dppo_agents.agent_request import AgentRequest
 from megatron_dppo_agents.agent_response import AgentResponse
+from megatron_dppo_conversations.rules import Message
 
 
 @dataclass

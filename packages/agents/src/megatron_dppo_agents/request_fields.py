@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from megatron_dppo_agents.agent_request import CallError
-from megatron_dppo_conversations.formats.base import ToolCall
-from megatron_dppo_conversations.rules import ConversationError, read_tool, read_tool_call
 
 _MAX_MODEL_NAME = 256
 """Maximum length of the model's name, which each chunk of a stream repeats."""
@@ -130,12 +127,6 @@ def _fix(name: str) -> str:
     return "Send the messages and tools themselves"
 
 
-def refuse_begun_answer(message: Mapping[str, Any], name: str) -> None:
-    """Refuse the beginning of a response: ``prefix`` of DeepSeek and Mistral, ``partial`` of Kimi and Qwen."""
-    if message.get("prefix") or message.get("partial"):
-        raise CallError(f"{name} is the beginning of a response; {BEGUN_ANSWER}")
-
-
 def require_text_format(output_format: Any, name: str) -> None:
     """Refuse any form of a response but text."""
     kind = output_format.get("type") if isinstance(output_format, dict) else output_format
@@ -149,30 +140,6 @@ def require_text_format(output_format: Any, name: str) -> None:
 def is_token_list(value: object) -> TypeGuard[list[int]]:
     """Return True for a list of token ids that is not empty."""
     return isinstance(value, list) and bool(value) and all(type(token) is int and token >= 0 for token in value)
-
-
-def read_tools(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]]:
-    """Return the tools in the form of chat completions; refuse all but ``kinds``, which the program runs itself."""
-    tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise CallError(f"'tools' = {tools!r:.200}, expected a list of objects")
-    kinds = kinds or ("function", None)
-    with _refused_in_words():
-        return [read_tool(tool, f"tools[{index}]", kinds=kinds) for index, tool in enumerate(tools)]
-
-
-def read_call(call: object, name: str) -> ToolCall:
-    """Return a tool call as chat templates expect it."""
-    with _refused_in_words():
-        return read_tool_call(call, name)
-
-
-@contextmanager
-def _refused_in_words() -> Iterator[None]:
-    try:
-        yield
-    except ConversationError as error:
-        raise CallError(str(error)) from error
 
 
 def read_tool_choice(
@@ -227,16 +194,3 @@ def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
         if type(value) is not int or value < 1:
             raise CallError(f"{name!r} = {value!r:.80}, expected a whole number above 0")
     return min((value for _, value in limits), default=None)
-
-
-def text_of_parts(content: Any, types: Collection[str], name: str) -> str:
-    """Return the text of a content: a string, or a list of parts of some types."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise CallError(f"{name} = {content!r:.200}, expected a string or a list of parts")
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in types or not isinstance(part.get("text"), str):
-            raise CallError(f"{name} has a part that is no text (type {kind!r:.80}); the policy reads text alone")
-    return "".join(part["text"] for part in content)

@@ -9,8 +9,9 @@ from typing import Any
 
 from megatron_dppo.rollout.response_text import decode_tokens
 from megatron_dppo.rollout.stop_strings import StopMatch
-from megatron_dppo_agents.agent_request import AgentRequest, CallError, Message
+from megatron_dppo_agents.agent_request import AgentRequest, CallError
 from megatron_dppo_conversations.formats import FORMATS, ParsedResponse, ResponseFormat
+from megatron_dppo_conversations.rules import Message
 
 _TAIL_TOKENS = 16
 """Tokens at the end of a prompt that contain its last tag."""

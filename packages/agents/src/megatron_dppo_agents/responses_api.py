@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_dppo_agents.agent_request import MODEL, AgentRequest, CallError, Message
+from megatron_dppo_agents.agent_request import MODEL, AgentRequest, CallError
 from megatron_dppo_agents.agent_response import AgentResponse
 from megatron_dppo_agents.protocol_record import (
     Protocol,
@@ -20,13 +20,11 @@ from megatron_dppo_agents.request_fields import (
     read_limit,
     read_model,
     read_tool_choice,
-    read_tools,
     require_object,
     require_text_format,
-    text_of_parts,
     unfollowed_fields,
 )
-from megatron_dppo_conversations.formats.base import make_tool_call
+from megatron_dppo_conversations.rules import Message, read_content, read_message, read_tools
 
 _SERVED = frozenset(
     {
@@ -43,8 +41,6 @@ _WITHOUT_EFFECT = frozenset(
 """Fields that change nothing in a response, here as there."""
 _LOGPROBS = "message.output_text.logprobs"
 """Entry of ``include`` that has an effect. The others are about hosted tools and images."""
-_TEXT_PARTS = ("input_text", "output_text", "text")
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
 def read_responses(data: object, stored: StoredResponses) -> AgentRequest:
@@ -57,8 +53,8 @@ def read_responses(data: object, stored: StoredResponses) -> AgentRequest:
         raise CallError("'input' is missing, empty, or neither a string nor a list of items")
     text_options = body.get("text") or {}
     require_text_format(text_options.get("format") if isinstance(text_options, dict) else text_options, "text.format")
-    instructions = text_of_parts(body.get("instructions"), _TEXT_PARTS, "'instructions'")
-    tools = read_tools(body)
+    instructions = read_content(body.get("instructions") or "", "'instructions'")
+    tools = read_tools(body.get("tools"), "tools")
     choice = read_tool_choice(body.get("tool_choice"), tools)
     history = [*before, *_read_items([_referenced_item(item, index, stored) for index, item in enumerate(items)])]
     return AgentRequest(
@@ -116,51 +112,45 @@ def _read_items(items: Sequence[Any]) -> list[Message]:
     messages: list[Message] = []
     for index, item in enumerate(items):
         name = f"input[{index}]"
-        kind = item.get("type", "message") if isinstance(item, dict) else None
-        if kind == "function_call_output":
-            call_id = item.get("call_id")
-            if not isinstance(call_id, str):
-                raise CallError(f"{name} has no call_id")
-            content = text_of_parts(item.get("output"), _TEXT_PARTS, f"{name}.output")
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
-        elif kind == "message":
-            role = _ROLES.get(str(item.get("role")))
-            if role is None:
-                raise CallError(f"{name} has the role {item.get('role')!r:.80}; expected {', '.join(_ROLES)}")
-            content = text_of_parts(item.get("content"), _TEXT_PARTS, f"{name}.content")
-            if role == "assistant":
-                _open_answer(messages, "content", "tool_calls")["content"] = content
-            else:
-                messages.append({"role": role, "content": content})
-        elif kind == "function_call":
-            if not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
-                raise CallError(f"{name} has no name or no call_id")
-            if not isinstance(item.get("arguments", ""), str):
-                raise CallError(f"{name}.arguments = {item['arguments']!r:.80}, expected JSON as a string")
-            call = make_tool_call(item["call_id"], item["name"], item.get("arguments") or "{}")
-            _open_answer(messages).setdefault("tool_calls", []).append(call)
-        elif kind == "reasoning":
-            message = _open_answer(messages, "reasoning_content", "content", "tool_calls")
-            message["reasoning_content"] = _reasoning_text(item, name)
-        else:
-            raise CallError(
-                f"{name} has the type {kind!r:.80}; expected message, function_call, function_call_output or reasoning"
-            )
+        message = read_message(_chat_message(item, name), name)
+        if not messages or not _is_same_answer(messages[-1], message):
+            messages.append(message)
+            continue
+        calls = [*messages[-1].get("tool_calls", ()), *message.get("tool_calls", ())]
+        messages[-1] |= {field: value for field, value in message.items() if value}
+        messages[-1] |= {"tool_calls": calls} if calls else {}
     return messages
 
 
-def _open_answer(messages: list[Message], *taken: str) -> Message:
-    """Return the assistant's message at the end, if it has none of the fields ``taken`` yet; otherwise a new one."""
-    if not messages or messages[-1]["role"] != "assistant" or any(messages[-1].get(name) for name in taken):
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
+def _is_same_answer(last: Message, message: Message) -> bool:
+    """Return True if an item belongs to the answer before it: thoughts, text and calls come in this order."""
+    if last["role"] != "assistant" or message["role"] != "assistant":
+        return False
+    if message.get("tool_calls"):
+        return True
+    has_thoughts = bool(last.get("reasoning_content")) and bool(message.get("reasoning_content"))
+    return not (last["content"] or last.get("tool_calls") or has_thoughts)
 
 
-def _reasoning_text(item: Mapping[str, Any], name: str) -> str:
-    for key, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
-        if text := text_of_parts(item.get(key), [kind], f"{name}.{key}"):
-            return text
-    return ""
+def _chat_message(item: Any, name: str) -> Message:
+    """Return an item as a message of chat completions, which is not read yet."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message":
+        return {"role": item.get("role"), "content": item.get("content")}
+    if kind == "reasoning":
+        thoughts = read_content(item.get("content") or [], name) or read_content(item.get("summary") or [], name)
+        return {"role": "assistant", "content": "", "reasoning_content": thoughts}
+    if kind not in ("function_call", "function_call_output"):
+        raise CallError(
+            f"{name} has the type {kind!r:.80}; expected message, function_call, function_call_output or reasoning"
+        )
+    call_id = item.get("call_id")
+    if not isinstance(call_id, str):
+        raise CallError(f"{name} has no call_id")
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": call_id, "content": item.get("output")}
+    function = {field: value for field, value in item.items() if field not in ("type", "id", "call_id", "status")}
+    return {"role": "assistant", "tool_calls": [{"id": call_id, "function": function}]}
 
 
 def _output(response: AgentResponse) -> list[dict[str, Any]]:

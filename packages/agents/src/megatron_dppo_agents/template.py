@@ -8,9 +8,9 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from megatron_dppo_agents.agent_request import AgentRequest, CallError, ContextLengthError, Message
+from megatron_dppo_agents.agent_request import AgentRequest, CallError, ContextLengthError
 from megatron_dppo_conversations.chat_template import apply_chat_template, prints_tools, template_problem
-from megatron_dppo_conversations.rules import with_text_arguments
+from megatron_dppo_conversations.rules import Message, with_text_arguments
 
 
 class ChatTemplate:

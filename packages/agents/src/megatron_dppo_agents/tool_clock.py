@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from megatron_dppo_agents.agent_request import Message
+from megatron_dppo_conversations.rules import Message
 
 
 class _PendingCall(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, overload
 from weakref import WeakKeyDictionary
 
 from megatron_dppo_conversations.formats import choose_format
-from megatron_dppo_conversations.rules import NOTE_ROLES, fold_notes, with_text_arguments
+from megatron_dppo_conversations.rules import fold_notes, with_text_arguments, with_thinking
 
 _CODES = "aAwdbBmyYHIpMSfjUWcxXGuVDFTRenthCg"
 """Format codes of ``strftime`` that have a value without a time zone."""
@@ -92,6 +92,8 @@ def apply_chat_template(
         arguments["return_dict"] = False
     if choose_format(template).needs_text_arguments:
         messages = with_text_arguments(messages)
+    if "message.thinking" in template and "reasoning_content" not in template:
+        messages = with_thinking(messages)
 
     def render(each: Sequence[Mapping[str, Any]]) -> Any:
         return tokenizer.apply_chat_template(
@@ -113,7 +115,7 @@ def apply_chat_template(
         except Exception:
             # The first error is about the messages as they were written.
             raise error from None
-    notes = Counter(str(message["content"]).strip() for message in messages if message["role"] in NOTE_ROLES)
+    notes = Counter(str(message["content"]).strip() for message in messages if message["role"] == "system")
     is_complete = tokenize or all(text.count(note) >= number for note, number in notes.items())
     return text if is_complete else render(folded)
 

@@ -1,17 +1,28 @@
-"""Chat messages of data rows: what a list of messages may hold, and the errors that name other formats."""
+"""Messages and tools of data rows, without the null fields of columnar files, and errors that name other formats."""
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from megatron_dppo_conversations.formats.schemas import Tools
-from megatron_dppo_conversations.rules import read_row_calls
+from megatron_dppo_conversations.formats.base import ToolCall, call_arguments
+from megatron_dppo_conversations.formats.json_values import parse_json
+from megatron_dppo_conversations.formats.schemas import Tools, ValueSchema, parameters_schema
+from megatron_dppo_conversations.rules import (
+    THOUGHT_FIELDS,
+    ConversationError,
+    order_tool_results,
+    read_message,
+    read_tools,
+)
 
 Messages = list[dict[str, Any]]
-ROLES = ("system", "developer", "user", "assistant", "tool")
+_NULL_IS_A_VALUE = ("const", "default", "enum", "example", "examples")
+"""Fields of a JSON schema in which null is no filler."""
+TOOL_COLUMNS = ("tools", "tool_defs")
+"""Columns of a row with its tools: TRL, SkyRL and NeMo; verifiers."""
 _MEDIA_LISTS = ("images", "videos", "audios")
 _MEDIA = (*_MEDIA_LISTS, "image", "video", "audio")
 _TEXT_ONLY = "the model is trained on text alone. Leave out rows with images, video or audio"
@@ -46,36 +57,6 @@ def _is_python_list(text: str) -> bool:
     return isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value)
 
 
-def messages_problem(value: Sequence[object]) -> str:
-    """Return why a list is no list of messages; an empty string if it is one."""
-    messages: list[Mapping[str, Any]] = []
-    for index, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            return f"entry {index} is {message!r:.80}, expected a message {{role, content}}"
-        if "role" not in message and "from" in message:
-            return f"these are {_SHAREGPT}"
-        role = message.get("role")
-        if role not in ROLES:
-            return f"message {index} has the role {role!r}; expected one of {', '.join(ROLES)}"
-        content = message.get("content")
-        if isinstance(content, list):
-            kinds = (part.get("type") for part in content if isinstance(part, Mapping))
-            if media := next((kind for kind in kinds if kind not in ("text", None)), None):
-                return f"message {index} has a part of type {media!r}, and {_TEXT_ONLY}"
-            return (
-                f"message {index} has a list of parts as content; the policy reads text, so join the text of the parts"
-            )
-        # OpenAI's form of a message of tool calls alone.
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            return f"message {index} has the content {content!r:.80}, expected text"
-        messages.append(message)
-    if not any((message["content"] or "").strip() or message.get("tool_calls") for message in messages):
-        return "all messages are empty"
-    if all(message["role"] == "assistant" for message in messages):
-        return "there is no message before the assistant's"
-    return ""
-
-
 def media_problem(record: Mapping[str, object]) -> str:
     """Return why a row is not text alone; an empty string if it is.
 
@@ -90,29 +71,120 @@ def media_problem(record: Mapping[str, object]) -> str:
     return ""
 
 
-def clean_messages(value: Sequence[Mapping[str, object]], tools: Tools = (), *, is_columnar: bool = False) -> Messages:
-    """Return messages in the form that chat templates expect.
+def read_row_messages(value: Sequence[object], tools: Tools = (), *, is_columnar: bool = False) -> Messages:
+    """Return the messages of a row in the form that chat templates expect.
 
-    Empty fields leave: a Parquet file gives every message, and every tool call, the fields of all. Arguments of tool
-    calls that are JSON as text become objects.
+    Empty fields leave: a columnar file gives every message, and every tool call, the fields of all. Anything but
+    messages raises ``ConversationError``.
 
     Args:
-        value: Messages without a problem (``messages_problem``).
+        value: Entries of the row's list.
         tools: Tools of the row.
-        is_columnar: See ``read_row_calls``.
-
-    Raises:
-        ConversationError: A tool call is malformed.
+        is_columnar: See ``read_row_tools``.
     """
     messages: Messages = []
     for index, each in enumerate(value):
-        message = {name: part for name, part in each.items() if part is not None}
-        if calls := message.pop("tool_calls", None):
-            name = f"message {index}: tool_calls"
-            message = {"content": "", **message}
-            message["tool_calls"] = read_row_calls(calls, name, tools, is_columnar=is_columnar)
-        messages.append(message)
-    return messages
+        if not isinstance(each, Mapping):
+            raise ConversationError(f"entry {index} is {each!r:.80}, expected a message {{role, content}}")
+        if "role" not in each and "from" in each:
+            raise ConversationError(f"these are {_SHAREGPT}")
+        fields = {name: part for name, part in each.items() if part is not None}
+        message = read_message(fields, f"message {index}")
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = _without_filled_arguments(fields["tool_calls"], calls, tools, is_columnar)
+        # A template may read more fields than those of all APIs.
+        messages.append({name: part for name, part in fields.items() if name not in THOUGHT_FIELDS} | message)
+    if not any(message["content"].strip() or message.get("tool_calls") for message in messages):
+        raise ConversationError("all messages are empty")
+    if all(message["role"] == "assistant" for message in messages):
+        raise ConversationError("there is no message before the assistant's")
+    return order_tool_results(messages)
+
+
+def read_row_tools(record: Mapping[str, object], *, is_columnar: bool) -> list[dict[str, object]]:
+    """Return the tools of a data row, from a list or its JSON; empty if the row has none.
+
+    A columnar file gives each object the fields of all, with null for those that it has not. Anything but tools raises
+    ``ConversationError`` with the column.
+    """
+    for column in TOOL_COLUMNS:
+        tools = record.get(column)
+        if isinstance(tools, str) and tools.strip():
+            try:
+                tools = parse_json(tools)
+            except ValueError as error:
+                raise ConversationError(f"field {column!r} is no JSON ({error})") from error
+        if not tools:
+            continue
+        if isinstance(tools, list):
+            keeps = () if is_columnar else _NULL_IS_A_VALUE
+            tools = [_without_null_fields(_parsed_object(tool), keeps=keeps) for tool in tools]
+        return read_tools(tools, f"field {column!r}")
+    return []
+
+
+def _parsed_object(tool: Any) -> Any:
+    """Return a tool that is written as JSON text as an object."""
+    try:
+        return parse_json(tool) if isinstance(tool, str) else tool
+    except ValueError:
+        return tool
+
+
+def _without_null_fields(value: Any, *, keeps: Collection[str]) -> Any:
+    if isinstance(value, Mapping):
+        items = [(key, each) for key, each in value.items() if each is not None or key in keeps]
+        return {key: each if key in keeps else _without_null_fields(each, keeps=keeps) for key, each in items}
+    return [_without_null_fields(each, keeps=keeps) for each in value] if isinstance(value, list) else value
+
+
+def _without_filled_arguments(
+    sent: Sequence[Any], calls: Sequence[ToolCall], tools: Tools, is_columnar: bool
+) -> list[dict[str, Any]]:
+    """Return the tool calls of a row's message without arguments that only fill other calls' fields.
+
+    Arguments that were sent as JSON text have no fillers.
+    """
+    result: list[dict[str, Any]] = []
+    is_filled = is_columnar or _fill_each_other(calls)
+    for raw, call in zip(sent, calls, strict=True):
+        function = call["function"]
+        if not isinstance(call_arguments(raw.get("function") or raw), str):
+            schema = parameters_schema(tools, function["name"])
+            function["arguments"] = _without_fillers(function["arguments"], schema, is_filled=is_filled)
+        result.append({key: part for key, part in call.items() if key != "id" or part})
+    return result
+
+
+def _fill_each_other(calls: Sequence[ToolCall]) -> bool:
+    """Return True if calls of several tools have the same arguments, as in JSON that a columnar file was written to."""
+    names_by_arguments: dict[frozenset[str], set[str]] = {}
+    for call in calls:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, Mapping) and None in arguments.values():
+            names_by_arguments.setdefault(frozenset(arguments), set()).add(call["function"]["name"])
+    return any(len(names) > 1 for names in names_by_arguments.values())
+
+
+def _without_fillers(value: Any, schema: ValueSchema, *, is_filled: bool) -> Any:
+    """Return a value without the null fields that its file has added, at every depth.
+
+    A schema that lists the fields of an object decides for those that it does not list. Null in a list is a value.
+    """
+    if isinstance(value, list):
+        return [_without_fillers(each, schema.items(), is_filled=is_filled) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    known = schema.property_schemas()
+    required = schema.required()
+    result = {}
+    for name, each in value.items():
+        is_filler = each is None and (is_filled or (bool(known) and name not in known))
+        # A required field is there in every call, so that null is its value if it may be.
+        if is_filler and not (name in required and known[name].allows(None)):
+            continue
+        result[name] = _without_fillers(each, known.get(name, schema.other_properties()), is_filled=is_filled)
+    return result
 
 
 def missing_prompt_hint(record: Mapping[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""Rules of conversations that data rows and every API of agents share: tools, tool calls and system messages."""
+"""Rules of conversations that data rows and every API of agents share: messages, tools and tool calls."""
 
 from __future__ import annotations
 
@@ -7,25 +7,34 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from megatron_dppo_conversations.formats.base import ToolCall, make_tool_call
+from megatron_dppo_conversations.formats.base import ARGUMENT_FIELDS, ToolCall, call_arguments, make_tool_call
 from megatron_dppo_conversations.formats.json_values import parse_json
-from megatron_dppo_conversations.formats.schemas import Tools, ValueSchema, parameters_schema
 
-Message = Mapping[str, Any]
-NOTE_ROLES = ("system", "developer")
+Message = dict[str, Any]
+"""Message with ``role`` and ``content`` (a string).
+
+Optional are ``reasoning_content``, ``tool_calls`` (``ToolCall``), ``tool_call_id`` and ``name``.
+"""
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles of read messages. ``developer`` is read as ``system``, its older name, which all templates know."""
+TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
+"""Types of parts with text, in any API."""
+THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names of thoughts beside the content: DeepSeek and Qwen; vLLM and OpenRouter; gpt-oss.
+
+A read message has the first of them.
+"""
+_UNREAD_ANSWERS = ("function_call", "audio", "refusal")
+"""Fields of OpenAI's answers that have text or calls in another form."""
 _SCHEMA_FIELDS = ("parameters", "input_schema", "inputSchema")
 """Names of a tool's JSON schema: OpenAI, Anthropic and MCP."""
-_NULL_IS_A_VALUE = ("const", "default", "enum", "example", "examples")
-"""Fields of a JSON schema in which null is no filler."""
-TOOL_COLUMNS = ("tools", "tool_defs")
-"""Columns of a row with its tools: TRL, SkyRL and NeMo; verifiers."""
 
 
 class ConversationError(ValueError):
     """Messages or tools that no chat template can be given."""
 
 
-def read_tool(tool: object, name: str, *, kinds: Collection[str | None] = ("function", None)) -> dict[str, object]:
+def read_tool(tool: object, name: str, *, kinds: Collection[str | None] = ("function", None)) -> dict[str, Any]:
     """Return a tool, with its function inside or with the function's fields, in the form of chat completions.
 
     All types but ``kinds`` are tools that the API's own servers run. They and nameless tools raise
@@ -44,13 +53,18 @@ def read_tool(tool: object, name: str, *, kinds: Collection[str | None] = ("func
     schema = function.get(key) or {"type": "object"}
     if not isinstance(schema, Mapping):
         raise ConversationError(f"{name} has the {key} {schema!r:.80}; expected a JSON schema, which is an object")
-    if function is not tool:
-        return dict(tool)
-    description = function.get("description") or ""
-    return {
-        "type": "function",
-        "function": {"name": function["name"], "description": description, "parameters": schema},
-    }
+    read = {"name": function["name"], "description": function.get("description") or "", "parameters": schema}
+    # A template may read more fields of a function. ``strict`` is a setting of the API.
+    unread = (*_SCHEMA_FIELDS, "strict", *read)
+    more = {} if function is tool else {field: value for field, value in function.items() if field not in unread}
+    return {"type": "function", "function": {**read, **more}}
+
+
+def read_tools(tools: object, name: str, *, kinds: Collection[str | None] = ("function", None)) -> list[dict[str, Any]]:
+    """Return a list of tools, which may be missing; see ``read_tool``."""
+    if not isinstance(tools or [], list):
+        raise ConversationError(f"{name} = {tools!r:.80}, expected a list of objects")
+    return [read_tool(tool, f"{name}[{index}]", kinds=kinds) for index, tool in enumerate(tools or [])]
 
 
 def read_tool_call(call: object, name: str) -> ToolCall:
@@ -60,16 +74,69 @@ def read_tool_call(call: object, name: str) -> ToolCall:
     """
     fields = call if isinstance(call, Mapping) else {}
     function = fields.get("function") or fields
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise ConversationError(f"{name} has an entry without a function's name")
-    arguments = function.get("arguments") or "{}"
     call_id = fields.get("id") or ""
-    if not isinstance(arguments, str | dict) or not isinstance(call_id, str):
-        raise ConversationError(f"{name}: 'id' and 'function.arguments' must be strings")
+    if not isinstance(call_id, str):
+        raise ConversationError(f"{name} has the id {call_id!r:.80}, expected a string")
+    arguments = call_arguments(function)
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments or "{}")
+        except ValueError as error:
+            raise ConversationError(f"{name} has arguments that are no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        known = " or ".join(map(repr, ARGUMENT_FIELDS))
+        raise ConversationError(f"{name} has a call without {known}: {function!r:.80}; expected an object, or its JSON")
     return make_tool_call(call_id, function["name"], arguments)
 
 
-def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
+def read_content(content: object, name: str) -> str:
+    """Return the text of a content: a string, or a list of parts. A part that is no text is refused by its type."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ConversationError(f"{name} has the content {content!r:.80}, expected text or a list of parts")
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise ConversationError(
+                f"{name} has a part that is no text (type {kind!r:.80}); the policy reads text alone. Leave it out"
+            )
+    return "".join(part["text"] for part in content)
+
+
+def read_message(message: object, name: str) -> Message:
+    """Return a message of a row or of chat completions, as chat templates expect it.
+
+    Args:
+        message: Role, content as text or parts of text, thoughts under any of their names, and tool calls. Content may
+            be missing beside calls or thoughts.
+        name: Position of the message, for ``ConversationError``.
+    """
+    fields = message if isinstance(message, Mapping) else {}
+    role = "system" if fields.get("role") == "developer" else fields.get("role")
+    if role not in ROLES:
+        raise ConversationError(f"{name} has the role {role!r:.80}; expected one of {', '.join(ROLES)}")
+    for field in _UNREAD_ANSWERS:
+        if fields.get(field):
+            raise ConversationError(f"{name} has {field!r}, which no chat template reads; send text and 'tool_calls'")
+    calls = fields.get("tool_calls") or []
+    if not isinstance(calls, list) or (calls and role != "assistant"):
+        raise ConversationError(f"{name}: tool_calls = {calls!r:.80}, expected a list, in a message of the assistant")
+    thoughts = [fields[field] for field in THOUGHT_FIELDS if isinstance(fields.get(field), str) and fields[field]]
+    is_assistant = role == "assistant"
+    content = fields.get("content")
+    has_more = bool(calls) or (is_assistant and bool(thoughts))
+    result = {"role": role, "content": "" if content is None and has_more else read_content(content, name)}
+    if is_assistant and thoughts:
+        result["reasoning_content"] = thoughts[0]
+    if calls:
+        result["tool_calls"] = [read_tool_call(call, f"{name}: tool_calls") for call in calls]
+    return result | {field: fields[field] for field in ("tool_call_id", "name") if isinstance(fields.get(field), str)}
+
+
+def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return messages whose tool calls have their arguments as text, which the templates of some families need."""
     result = []
     for message in messages:
@@ -82,14 +149,87 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     return result
 
 
-def fold_notes(messages: Sequence[Message]) -> list[dict[str, object]]:
+def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return messages whose thoughts have the name that gpt-oss' template reads.
+
+    It writes the content beside a call as a thought, and refuses both.
+    """
+    result: list[Message] = []
+    for each in messages:
+        message = dict(each)
+        if thoughts := message.pop("reasoning_content", ""):
+            if message.get("tool_calls") and message["content"]:
+                thoughts = f"{thoughts}\n\n{message['content']}"
+                message["content"] = ""
+            message["thinking"] = thoughts
+        result.append(message)
+    return result
+
+
+def order_tool_results(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the results of tools in the order of the calls that they answer.
+
+    Many templates leave out the ids of calls, so that the policy would take one result for another. Results without an
+    id belong to the calls without a result, in their order, and all do if the calls have none. An unknown id, or one
+    twice, raises ``ConversationError``.
+    """
+    result: list[Message] = []
+    positions: dict[str, int] = {}
+    answered: set[str] = set()
+    results: list[Message] = []
+    has_ids = True
+
+    def flush() -> None:
+        unanswered = [call_id for call_id in positions if call_id not in answered]
+        for each, message in enumerate(results):
+            if unanswered and not message.get("tool_call_id"):
+                results[each] = {**message, "tool_call_id": unanswered.pop(0)}
+        result.extend(sorted(results, key=lambda message: positions.get(message.get("tool_call_id", ""), -1)))
+        results.clear()
+
+    for index, message in enumerate(messages):
+        if message["role"] != "tool":
+            flush()
+        if message["role"] == "assistant":
+            ids = [call.get("id") for call in message.get("tool_calls", ())]
+            has_ids = any(ids) or not ids
+            positions = {call_id: number for number, call_id in enumerate(ids) if call_id}
+            if len(positions) < sum(map(bool, ids)):
+                raise ConversationError(f"messages[{index}].tool_calls have one id twice; expected an id for each call")
+            answered = set()
+        if message["role"] != "tool":
+            result.append(message)
+            continue
+        call_id = message.get("tool_call_id", "")
+        if call_id and call_id in answered:
+            raise ConversationError(
+                f"messages[{index}].tool_call_id = {call_id!r:.80} has a result already; send one a call"
+            )
+        if call_id and call_id not in positions and has_ids:
+            known = ", ".join(map(repr, positions)) or "it has none"
+            raise ConversationError(
+                f"messages[{index}].tool_call_id = {call_id!r:.80} is no call of the response before it "
+                f"({known:.200}); send the id of the call that the result belongs to"
+            )
+        answered.add(call_id)
+        results.append(message)
+    flush()
+    if result and result[-1].get("tool_calls"):
+        raise ConversationError(
+            "the messages end with tool calls, which have no results. Add a message of the role tool for each, or "
+            "remove the last message"
+        )
+    return result
+
+
+def fold_notes(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return messages with one system message, the first; later ones are a part of the user's message before them.
 
     Clients add notes in the middle of a conversation, where few templates accept a system message. A note without a
     user's message before it becomes one.
     """
-    result: list[dict[str, Any]] = []
-    for is_note, group in groupby(messages, lambda message: message["role"] in NOTE_ROLES):
+    result: list[Message] = []
+    for is_note, group in groupby(messages, lambda message: message["role"] == "system"):
         if not is_note:
             result += [dict(message) for message in group]
             continue
@@ -98,92 +238,4 @@ def fold_notes(messages: Sequence[Message]) -> list[dict[str, object]]:
         if result and result[-1]["role"] == "user":
             texts.insert(0, result.pop()["content"])
         result.append({"role": role, "content": "\n\n".join(texts)})
-    return result
-
-
-def read_row_tools(record: Mapping[str, object], *, is_columnar: bool) -> list[dict[str, object]]:
-    """Return the tools of a data row, from a list or its JSON; empty if the row has none.
-
-    A columnar file gives each object the fields of all, with null for those that it has not. Anything but tools raises
-    ``ConversationError`` with the column.
-    """
-    for column in TOOL_COLUMNS:
-        tools = record.get(column)
-        if isinstance(tools, str) and tools.strip():
-            try:
-                tools = parse_json(tools)
-            except ValueError as error:
-                raise ConversationError(f"field {column!r} holds no tools: it is no JSON ({error})") from error
-        if not tools:
-            continue
-        if not isinstance(tools, list):
-            raise ConversationError(f"field {column!r} holds no tools: {tools!r:.80}, expected a list of objects")
-        parts = [_parsed_object(tool) for tool in tools]
-        cleaned = [_without_null_fields(tool, keeps=() if is_columnar else _NULL_IS_A_VALUE) for tool in parts]
-        return [read_tool(tool, f"field {column!r}: entry {index}") for index, tool in enumerate(cleaned)]
-    return []
-
-
-def _parsed_object(tool: Any) -> Any:
-    """Return a tool that is written as JSON text as an object."""
-    try:
-        return parse_json(tool) if isinstance(tool, str) else tool
-    except ValueError:
-        return tool
-
-
-def _without_null_fields(value: Any, *, keeps: Collection[str]) -> Any:
-    if isinstance(value, Mapping):
-        items = [(key, each) for key, each in value.items() if each is not None or key in keeps]
-        return {key: each if key in keeps else _without_null_fields(each, keeps=keeps) for key, each in items}
-    return [_without_null_fields(each, keeps=keeps) for each in value] if isinstance(value, list) else value
-
-
-def read_row_calls(calls: Any, name: str, tools: Tools, *, is_columnar: bool) -> list[dict[str, Any]]:
-    """Return the tool calls of a row's message without arguments that only fill other calls' fields.
-
-    See ``read_row_tools`` for ``is_columnar``. A malformed call raises ``ConversationError``.
-    """
-    if not isinstance(calls, list):
-        raise ConversationError(f"{name} = {calls!r:.80}, expected a list")
-    result: list[dict[str, Any]] = []
-    is_filled = is_columnar or _fill_each_other(calls)
-    for each in calls:
-        call = read_tool_call(each, name)
-        function = call["function"]
-        schema = parameters_schema(tools, function["name"])
-        function["arguments"] = _without_fillers(function["arguments"], schema, is_filled=is_filled)
-        result.append({key: part for key, part in call.items() if key != "id" or call["id"]})
-    return result
-
-
-def _fill_each_other(calls: Sequence[Any]) -> bool:
-    """Return True if calls of several tools have the same arguments, as in JSON that a columnar file was written to."""
-    names_by_arguments: dict[frozenset[str], set[str]] = {}
-    for call in calls:
-        function = call.get("function") or call if isinstance(call, Mapping) else {}
-        arguments = function.get("arguments")
-        if isinstance(arguments, Mapping) and None in arguments.values():
-            names_by_arguments.setdefault(frozenset(arguments), set()).add(str(function.get("name")))
-    return any(len(names) > 1 for names in names_by_arguments.values())
-
-
-def _without_fillers(value: Any, schema: ValueSchema, *, is_filled: bool) -> Any:
-    """Return a value without the null fields that its file has added, at every depth.
-
-    A schema that lists the fields of an object decides for those that it does not list. Null in a list is a value.
-    """
-    if isinstance(value, list):
-        return [_without_fillers(each, schema.items(), is_filled=is_filled) for each in value]
-    if not isinstance(value, Mapping):
-        return value
-    known = schema.property_schemas()
-    required = schema.required()
-    result = {}
-    for name, each in value.items():
-        is_filler = each is None and (is_filled or (bool(known) and name not in known))
-        # A required field is there in every call, so that null is its value if it may be.
-        if is_filler and not (name in required and known[name].allows(None)):
-            continue
-        result[name] = _without_fillers(each, known.get(name, schema.other_properties()), is_filled=is_filled)
     return result

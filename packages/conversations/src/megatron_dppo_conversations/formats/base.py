@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict
 
@@ -10,6 +11,9 @@ from megatron_dppo_conversations.formats.json_values import parse_json
 from megatron_dppo_conversations.formats.schemas import Tools, ValueSchema, has_tool
 
 _SPACE = re.compile(r"\s*")
+ARGUMENT_FIELDS = ("arguments", "parameters")
+"""Names of a call's arguments, as the families write them."""
+_CALL_FIELDS = (*ARGUMENT_FIELDS, "name", "id", "type", "index")
 _CONSTANTS: dict[str, Any] = {"True": True, "False": False, "None": None}
 
 
@@ -18,7 +22,7 @@ class CalledFunction(TypedDict):
 
     name: str
     arguments: object
-    """JSON value; the text of the policy if it is no JSON."""
+    """JSON object."""
 
 
 class ToolCall(TypedDict):
@@ -79,14 +83,20 @@ class ResponseFormat(Protocol):
         """Return the tag behind a single tool call; None if calls have no end of their own."""
 
 
+def call_arguments(fields: Mapping[str, Any]) -> object:
+    """Return the arguments of a call by any of their names; {} if there are none.
+
+    None stands for fields of another name, which may be the arguments.
+    """
+    key = next((each for each in ARGUMENT_FIELDS if fields.get(each) is not None), None)
+    if key is not None:
+        return fields[key]
+    is_known = all(name in _CALL_FIELDS or value is None for name, value in fields.items())
+    return {} if is_known else None
+
+
 def make_tool_call(call_id: str, name: str, arguments: object) -> ToolCall:
     """Return a tool call as chat templates expect it. The id is empty if the policy has written none."""
-    if isinstance(arguments, str):
-        try:
-            parsed = parse_json(arguments)
-            arguments = parsed if isinstance(parsed, dict) else arguments
-        except ValueError:
-            pass  # a model may have written it so; the template gets the text
     return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
 
 

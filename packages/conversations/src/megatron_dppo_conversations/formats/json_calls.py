@@ -9,6 +9,7 @@ from megatron_dppo_conversations.formats.base import (
     ParsedResponse,
     TaggedFormat,
     ToolCall,
+    call_arguments,
     make_tool_call,
     skip_space,
 )
@@ -63,11 +64,10 @@ def call_of_object(value: Any) -> ToolCall | None:
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    key = next((each for each in ("arguments", "parameters") if each in value), None)
-    arguments = {} if key is None else value[key]
-    if not isinstance(arguments, dict) or (key is None and not value.keys() <= {"name", "id"}):
-        return None
+    arguments = call_arguments(value)
     call_id = value.get("id")
+    if not isinstance(arguments, dict):
+        return None
     return make_tool_call(call_id if isinstance(call_id, str) else "", value["name"], arguments)
 
 

@@ -51,9 +51,13 @@ def read_parameters(text: str, position: int, grammar: ParameterGrammar, tools: 
         if closing is None:
             return None, position
         value = text[parameter.end() : closing.start()]
+        if parameter["key"] in arguments:
+            # Twice, or the text of the first one has the tags of its end.
+            return None, position
         if grammar.has_line_breaks:
             value = value.removeprefix("\n").removesuffix("\n")
-        if grammar.parameter.search(value):
+        inside = {start["key"] for start in grammar.parameter.finditer(value)} - {parameter["key"], *arguments}
+        if inside & schemas.keys() if schemas else inside:
             # The end of the value is broken, and this is that of a later parameter.
             return None, position
         is_string = parameter.groupdict().get("is_string")
