@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -140,18 +141,28 @@ def package_of(file: Path) -> str:
     return beside[0] if beside else file.relative_to(TRAINER).parts[0].removesuffix(".py")
 
 
-def imports(source: str) -> Iterator[str]:
+@cache
+def parse(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@cache
+def imports(source: str) -> list[str]:
     """Every imported name at any nesting level: ``a.b`` for ``import a.b``, ``a.b.c`` for ``from a.b import c``."""
-    for node in ast.walk(ast.parse(source)):
+    return list(_imports(source))
+
+
+def _imports(source: str) -> Iterator[str]:
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: relative imports hide the package"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            first = node.args[0]
-            if isinstance(first, ast.Constant):
-                yield str(first.value)
+        elif isinstance(node, ast.Call):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if called.endswith(("import_module", "__import__")) and isinstance(node.args[0], ast.Constant):
+                yield str(node.args[0].value)
 
 
 def forbidden(package: str, source: str) -> list[str]:
@@ -171,7 +182,8 @@ def forbidden(package: str, source: str) -> list[str]:
         if not allowed:
             wrong.append(name)
     if package not in _TORCH_DISTRIBUTED:
-        attributes = {ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+        nodes = (node for node in ast.walk(parse(source)) if isinstance(node, ast.Attribute))
+        attributes = {ast.unparse(node) for node in nodes if node.attr == "distributed"}
         wrong += sorted(attributes & {"torch.distributed"})
     return wrong
 
@@ -219,7 +231,7 @@ def test_triton_is_imported_by_its_kernels_alone_and_those_only_when_they_are_ca
     for file in FILES:
         at_import = {
             module
-            for node in ast.parse(file.read_text()).body
+            for node in parse(file.read_text()).body
             if isinstance(node, ast.ImportFrom)
             for module in (node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names))
         }
@@ -250,12 +262,13 @@ def name_of(file: Path) -> str:
     return ".".join(file.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
 def modules_without_megatron() -> list[str]:
     """Modules from which no chain of top-level imports leads to mcore, by the files as they are."""
     known = {name_of(file) for file in FILES}
     reach = {name: set[str]() for name in known}
     for file in FILES:
-        for node in ast.parse(file.read_text()).body:
+        for node in parse(file.read_text()).body:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_dppo"):
                 result = {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
                 reach[name_of(file)] |= result & known

@@ -77,10 +77,10 @@ def requirements(name: str, found: set[str]) -> set[str]:
 def test_loss_and_head_need_torch_and_pydantic_alone(tmp_path: Path) -> None:
     """In an environment that has only these, and what they need themselves."""
     for name in requirements("pydantic", requirements("torch", set())):
-        for file in distribution(name).files or []:
-            top, source = file.parts[0], Path(str(distribution(name).locate_file(file.parts[0])))
-            if top != ".." and top != "__pycache__" and not (tmp_path / top).exists():
-                (tmp_path / top).symlink_to(source)
+        installed = distribution(name)
+        for top in {file.parts[0] for file in installed.files or []} - {"..", "__pycache__"}:
+            if not (tmp_path / top).exists():
+                (tmp_path / top).symlink_to(Path(str(installed.locate_file(top))))
     for name, folder in SOURCES.items():  # the wheel has all of them
         (tmp_path / name).symlink_to(folder)
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "ignore"}

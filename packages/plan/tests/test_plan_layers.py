@@ -102,7 +102,7 @@ def test_a_model_of_some_layers_has_their_kinds_or_there_is_none() -> None:
 
 
 CASES = [
-    (hybrid(20), 4, {**TP, **EP}, FULL, "bf16", 0),
+    (hybrid(16), 4, {**TP, **EP}, FULL, "bf16", 0),
     pytest.param(of_layers("deepseek_v3", 24, first_k_dense_replace=3), 2, EP, FULL, "bf16", 0, marks=pytest.mark.long),
     pytest.param(
         of_layers("gpt_oss", 24, layer_types=["sliding_attention", "full_attention"] * 12),

@@ -39,7 +39,7 @@ CONTENTS: dict[str, bytes] = {
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 QUANTIZE = ["convert", "quantize", "model", "out", "--format", "fp8"]
 DRY_RUN = ["train", str(EXAMPLE / "dppo.toml"), "--dry-run", "--parallel.expert_model_parallel_size", "1"]
-DRY_RUN += ["--run.output_dir", "run"]
+DRY_RUN += ["--run.output_dir", "run", "--data.train", "rows.jsonl", "--data.eval", "rows.jsonl"]
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -167,8 +167,11 @@ def run_run_damages(cases: list[tuple[str, Callable[[Path], None], list[str]]]) 
 
 
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some prompts are all that it holds: the task of the example has thousands, which each command would read."""
     monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{number}+1=", "label": str(number + 1)} for number in range(32)]
+    Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def test_a_sample_of_keys_at_their_extremes() -> None:

@@ -12,10 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_dppo_engines.errors import ServerError
 from megatron_dppo_engines.serving import processes
 from megatron_dppo_engines.serving.checks import is_healthy
 from megatron_dppo_engines.serving.server_process import ServerPlan
@@ -23,6 +25,9 @@ from megatron_dppo_engines.serving.server_process import ServerPlan
 ROOT = Path(__file__).parents[3]
 STUB = Path(__file__).parents[1].joinpath("server_stub.py")
 CONFIG = ROOT / "examples/chain_sum/sglang.toml"
+
+LIMIT_SECONDS = 120.0
+"""What waits longer never ends: no test takes as long on a busy machine."""
 
 
 def free_ports(count: int) -> int:
@@ -48,25 +53,34 @@ class Serve:
         self.argv += ["--log-dir", str(folder / "logs"), "--urls-file", str(folder / "urls")]
         self.argv += ["--rollout.servers.command", command, "--rollout.servers.port", str(self.port)]
         self.argv += ["--rollout.servers.count", str(count), *arguments]
-        self.process = subprocess.Popen(
-            self.argv,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | env,
-        )
+        self._output = folder / "output"
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                self.argv,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | env,
+            )
 
     def wait_for_file(self, name: str) -> Path:
-        file, end = self.folder / name, time.monotonic() + 30
-        while not file.exists():
+        file = self.folder / name
+        self._wait_for(file.exists)
+        return file
+
+    def wait_for_output(self, text: str, count: int) -> None:
+        """Wait until ``serve`` has printed a text so often."""
+        self._wait_for(lambda: self._output.read_text().count(text) >= count)
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + LIMIT_SECONDS
+        while not condition():
             assert self.process.poll() is None, self.end()
             assert time.monotonic() < end
             time.sleep(0.02)
-        return file
 
-    def end(self, timeout: float = 30) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=timeout)
-        return self.process.returncode, output
+    def end(self) -> tuple[int, str]:
+        code = self.process.wait(LIMIT_SECONDS)
+        return code, self._output.read_text()
 
     def started(self, index: int = 0) -> dict[str, Any]:
         return json.loads((self.folder / f"started-{self.ports[index]}.json").read_text())
@@ -112,17 +126,50 @@ def test_urls_are_written_when_all_servers_are_healthy_and_a_signal_stops_all(
     assert running.surviving_pids() == []
 
 
-def test_no_urls_before_every_server_is_healthy_and_the_wait_times_out(serve: Any) -> None:
-    running = serve("slow", "--start-timeout", "1")
-    code, output = running.end()
-    assert code == 2 and "not healthy after 1 seconds" in output and "| loading" in output
-    assert not (running.folder / "urls").exists() and running.surviving_pids() == []
-
-
-def test_a_stale_file_of_urls_is_removed_first(serve: Any, tmp_path: Path) -> None:
+def test_without_a_healthy_server_there_are_no_urls_not_even_old_ones(serve: Any, tmp_path: Path) -> None:
     (tmp_path / "urls").write_text("http://old\n")
-    running = serve("slow", "--start-timeout", "1")
-    assert running.end()[0] == 2 and not (tmp_path / "urls").exists()
+    code, output = serve("slow", "--start-timeout", "1").end()
+    assert code == 2 and "not healthy after 1 seconds (--start-timeout)" in output
+    assert not (tmp_path / "urls").exists()
+
+
+class OneServer:
+    """A stub for a ``ServerGroup`` in this process, and a clock that goes on by 100 seconds at each of its late starts.
+
+    Args:
+        folder: holds all its files.
+        mode: of the stub.
+        starts_in_time: the first starts, for which the clock stands still.
+    """
+
+    def __init__(self, folder: Path, mode: str, monkeypatch: pytest.MonkeyPatch, starts_in_time: int = 0) -> None:
+        port = free_ports(1)
+        argv = (sys.executable, str(STUB), str(folder), mode, "--host", "127.0.0.1", "--port", str(port))
+        self.plans = [ServerPlan(url=f"http://127.0.0.1:{port}", argv=argv)]
+        self._started, self._log = folder / f"started-{port}.json", folder / "server_0.log"
+        self._starts, self._seconds = starts_in_time, 0.0
+        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: self._seconds, sleep=self._sleep))
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(0.02)
+        starts = self._log.read_text().count("loading")
+        if starts > self._starts:
+            self._starts = starts
+            self._seconds += 100.0
+
+    def is_running(self) -> bool:
+        return any(map(is_running, json.loads(self._started.read_text())["pids"]))
+
+
+def test_a_late_server_is_ended_and_shown_with_its_last_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = OneServer(tmp_path, "slow", monkeypatch)
+    with (
+        pytest.raises(ServerError, match=r"(?s)not healthy after 30 seconds.*\| loading"),
+        processes.StopRequest() as stop,
+        processes.ServerGroup(late.plans, tmp_path, 30, print) as group,
+    ):
+        group.wait_healthy(stop)
+    wait_for_one(lambda: [] if late.is_running() else [1])
 
 
 def test_a_server_that_dies_at_startup_is_shown_with_its_last_output(serve: Any) -> None:
@@ -148,7 +195,7 @@ def test_a_dead_server_is_restarted_unchanged_and_the_other_keeps_running(serve:
     assert not any(map(is_running, before[dead]["pids"])), "what the dead launcher had started is left"
     log = (running.folder / f"logs/server_{dead}.log").read_text()
     assert log.count("loading") == 2 and "out of memory" in log
-    time.sleep(1)  # serve looks twice a second
+    running.wait_for_output(f"serve: {url} is healthy", 2)
     running.process.terminate()
     code, output = running.end()
     assert code == 0 and "s3cret" not in output and running.surviving_pids() == []
@@ -160,12 +207,9 @@ def test_a_dead_server_is_restarted_unchanged_and_the_other_keeps_running(serve:
 def test_a_server_that_becomes_healthy_is_restarted_without_a_limit(serve: Any) -> None:
     running = serve("die-once")
     running.wait_for_file("urls")
-    for _ in range(processes.MAX_RESTARTS + 1):
-        pids = running.started()["pids"]
+    for restarts in range(1, processes.MAX_RESTARTS + 2):
         (running.folder / "die").touch()
-        wait_for_one(lambda before=pids: [1] if running.started()["pids"] != before else [])
-        wait_for_one(lambda: [1] if is_healthy(f"http://127.0.0.1:{running.port}") else [])
-        time.sleep(1)  # serve looks twice a second
+        running.wait_for_output("is healthy", 1 + restarts)
     running.process.terminate()
     code, output = running.end()
     assert code == 0 and output.count("attempt 1 of 3") == processes.MAX_RESTARTS + 1
@@ -183,20 +227,19 @@ def test_a_server_that_dies_at_each_start_stops_all_and_shows_no_key(serve: Any)
 
 
 @pytest.mark.slow
-def test_a_server_that_stays_unhealthy_is_abandoned(serve: Any) -> None:
-    running = serve("slow-later", "--start-timeout", "2")
-    running.wait_for_file("urls")
-    (running.folder / "die").touch()
-    code, output = running.end(60)
-    assert (
-        code == 2 and "not healthy after 2 seconds (--start-timeout); it did not become healthy in 3 restarts" in output
-    )
-    assert running.surviving_pids() == []
+def test_a_server_that_stays_unhealthy_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = OneServer(tmp_path, "slow-later", monkeypatch, starts_in_time=1)
+    with processes.StopRequest() as stop, processes.ServerGroup(server.plans, tmp_path, 30, print) as group:
+        assert group.wait_healthy(stop)
+        (tmp_path / "die").touch()
+        with pytest.raises(ServerError, match=r"not healthy after 30 seconds .* healthy in 3 restarts"):
+            group.watch(stop)
+    wait_for_one(lambda: [] if server.is_running() else [1])
 
 
 def wait_for_one(found: Callable[[], list[int]]) -> int:
     """The first of what a function gives, when it gives something; half-written files are read again."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + LIMIT_SECONDS
     while time.monotonic() < end:
         with contextlib.suppress(ValueError):
             if values := found():
@@ -217,7 +260,7 @@ def test_a_launcher_that_ignores_sigint_is_killed_with_its_children(
         pids = json.loads((tmp_path / f"started-{port}.json").read_text())["pids"]
         assert all(map(is_running, pids))
     # The launcher's child is nobody's here: on a busy machine it may take a moment until it is gone.
-    end = time.monotonic() + 30
+    end = time.monotonic() + LIMIT_SECONDS
     while any(map(is_running, pids)):
         assert time.monotonic() < end, "a killed launcher leaves processes"
         time.sleep(0.1)
@@ -240,7 +283,7 @@ def test_a_killed_serve_leaves_no_servers(serve: Any) -> None:
     servers.wait_for_file("urls")
     assert len(servers.surviving_pids()) >= 2
     servers.process.kill()
-    end = time.monotonic() + 30
+    end = time.monotonic() + LIMIT_SECONDS
     while servers.surviving_pids():
         assert time.monotonic() < end, "servers outlive serve"
         time.sleep(0.1)
@@ -251,7 +294,7 @@ def test_grace_times_out(serve: Any) -> None:
     running = serve("serve", "--grace", "1")
     running.wait_for_file("urls")
     running.process.terminate()
-    assert running.end(10)[0] == 0
+    assert running.end()[0] == 0
 
 
 @pytest.mark.slow

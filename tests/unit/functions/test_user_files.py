@@ -74,7 +74,10 @@ def test_every_user_function_is_loaded_alike_by_both_commands_from_every_folder(
     assert result.stdout.split() == ["3"] * (len(FUNCTION_KEYS) + (here == "elsewhere")), result.stderr
 
 
-@pytest.mark.parametrize("flags", [["-P"], []], ids=["megatron-dppo", "python -m"])
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param(["-P"], id="megatron-dppo"), pytest.param([], id="python -m", marks=pytest.mark.long)],
+)
 def test_a_dry_run_accepts_a_reward_with_a_neighbor(tmp_path: Path, flags: list[str]) -> None:
     """Both of ``megatron-dppo train`` and ``python -m megatron_dppo.train``, from another folder."""
     mine = "import beside_it\n\n\ndef score(completion, label, **_):\n    return beside_it.ONE\n"

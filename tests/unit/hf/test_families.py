@@ -65,9 +65,12 @@ def test_weights_of_real_sizes_map_completely_and_are_as_many_as_the_card_says(
     hf_config = AutoConfig.for_model(family.model_type, **model.keys)
     shape, weights = model_shape(hf_config), weight_shapes(hf_config)
     mapped: list[str] = []
+    last_expert = (shape.num_experts or 1) - 1
     for rule, layer, expert in mapping.parameters(shape, tied=False):
         own, names = rule.names(layer, expert)
-        assert mapping.find_rule(own, shape, tied=False) == (rule, layer, expert)
+        # The way back of those between differs by the digits alone; the largest models have 90,000.
+        if expert in (0, 1, last_expert):
+            assert mapping.find_rule(own, shape, tied=False) == (rule, layer, expert)
         mapped += names
     assert sorted(mapped) == sorted(weights)
     parameters, expert_parameters = count_parameters(hf_config)

@@ -83,7 +83,7 @@ def noisy(label):
     return label
 
 def descriptors(label):
-    os.closerange(3, 64)
+    os.closerange(3, 4096)  # the one to the trainer too, whatever its number is
     return label
 
 def segfault(label):
@@ -196,7 +196,7 @@ def daemon(*, prompt, completion, label, metadata):
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
-            os.closerange(0, 256)
+            os.closerange(0, 4096)
             with open(label, "a") as file:
                 file.write(f"{os.getpid()}\n")
             time.sleep(600)
