@@ -22,8 +22,9 @@ tested() {
     esac
 }
 for library in $(folders LIBRARIES); do
-    "$python" -m venv "$work/$library"
-    pip=("$work/$library/bin/python" -m pip install -q --disable-pip-version-check)
+    # The trainer's pip, so that none is installed, and nothing is compiled that no test imports.
+    "$python" -m venv --without-pip "$work/$library"
+    pip=("$python" -m pip --python "$work/$library/bin/python" install -q --disable-pip-version-check --no-compile)
     mapfile -t requirements < <("$python" - "packages/$library/pyproject.toml" <<'END'
 import sys, tomllib
 dependencies = tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"]
