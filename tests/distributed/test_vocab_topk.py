@@ -154,7 +154,7 @@ def check_permutation(problem: Problem, group: dist.ProcessGroup | None) -> None
     ids = torch.where(problem.valid, to[problem.ids.clamp(0, case.vocab_size - 1)], problem.ids)
     moved = replace(problem, logits=logits, labels=to[problem.labels], ids=ids)
     tolerance = 2 * TOLERANCE[case.dtype]
-    for got, want in zip(statistics(moved, group), statistics(problem, group), strict=True):
+    for got, want in zip(statistics(moved, group)[:5], statistics(problem, group)[:5], strict=True):
         assert got is not None and want is not None
         assert_near(got.detach(), want.detach().double(), tolerance, where)
     (got_values, got_ids), (values, top) = topk(moved, group, case.k), topk(problem, group, case.k)
@@ -249,7 +249,7 @@ def test_no_slots_leave_all_the_mass_to_other() -> None:
     got = vocab_parallel_statistics(torch.randn(3, 8), labels, group=None, vocab_size=7, ids=ids, ids_valid=valid)
     assert got.id_logprobs is not None and got.id_logprobs.shape == (3, 0)
     assert got.other_logprob is not None and got.other_logprob.tolist() == [0, 0, 0]
-    assert vocab_parallel_statistics(torch.randn(3, 8), labels, group=None, vocab_size=7)[2:] == (None, None, None)
+    assert vocab_parallel_statistics(torch.randn(3, 8), labels, group=None, vocab_size=7)[2:] == (None,) * 5
 
 
 def test_ids_save_no_second_large_tensor_for_backward() -> None:
