@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 
 from megatron_dppo_engines.errors import ServerError
-from megatron_dppo_engines.server import GenerateRequest, Generation
 from megatron_dppo_engines.servers.fields import read_tokenize_response
 from megatron_dppo_engines.servers.http import Deadlines, HttpClient
-from megatron_dppo_engines.servers.updates import ADAPTER, FolderUpdates
+from megatron_dppo_engines.servers.updates import ADAPTER, ServerUpdates
 
 _ADMIN_CONNECTIONS = 8
 
 
-class ServerClient(FolderUpdates):
+class ServerClient(ServerUpdates):
     """HTTP connections to one server, and the calls that both engines have."""
 
     _keeps_admin_alive = True
@@ -46,10 +44,6 @@ class ServerClient(FolderUpdates):
             keep_alive=self._keeps_admin_alive,
         )
         self.url = self._http.url
-
-    @abstractmethod
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """Continue a sequence."""
 
     async def health(self) -> bool:
         """Return True if the server responds and, unless this client paused it, can generate."""
