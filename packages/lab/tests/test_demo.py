@@ -14,7 +14,7 @@ from megatron_dppo.commands.main import main
 from megatron_dppo_lab import child, demo
 from megatron_dppo_lab.child import RunRecords, make_row
 from megatron_dppo_lab.demo import LABELS, Demo, best, last, sentence, write_picture
-from megatron_dppo_lab.embedded_tasks import RareWords, rare_chain, write_model_folder
+from megatron_dppo_lab.embedded_tasks import rare_chain, write_model_folder
 from megatron_dppo_lab.store import SHIPPED, Store
 from tests.unit.recorded_run import write_run
 
@@ -47,7 +47,7 @@ def test_the_base_model_gives_each_right_word_as_rarely_as_its_corpus_has_it() -
 
     folder = Store(Path("x")).base(Demo().runs[0])
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    answers = RareWords(num_words=4, base_share=0.08).answers
+    answers = rare_chain.answers
     assert list(answers.items()) == list(rare_chain.problems("eval"))
     ids = torch.tensor([tokenizer(f"{key} {words}").input_ids for key, words in answers.items()])
     assert ids.shape == (64, 6)  # begin, key, four words

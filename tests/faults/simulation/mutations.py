@@ -17,7 +17,7 @@ from megatron_dppo.weights.proof import SyncProof
 from megatron_dppo.weights.publish import ServerPublisher
 from megatron_dppo_engines.servers import contract, pool
 from megatron_dppo_engines.servers.pooled_server import PooledServer
-from megatron_dppo_engines.servers.updates import ReleasedMemory
+from megatron_dppo_engines.servers.updates import ServerUpdates
 from megatron_dppo_engines.sglang import client
 from tests.faults.simulation.faults import WEIGHTS, Fault, Plan
 from tests.faults.simulation.seams import NOW
@@ -128,7 +128,7 @@ def _without_cache() -> AbstractContextManager[Any]:
     async def wake(self: Any) -> None:
         pass
 
-    return mock.patch.object(ReleasedMemory, "_wake_cache", wake)  # reaches: one half of a call
+    return mock.patch.object(ServerUpdates, "_wake_cache", wake)  # reaches: one half of a call
 
 
 @contextmanager

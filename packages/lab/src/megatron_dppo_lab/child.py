@@ -33,22 +33,11 @@ from megatron_dppo_lab.smollm2 import mixture_folder, model_folder
 from megatron_dppo_lab.store import weights_digest
 
 ROW_METRICS = (
-    "rollout/reward",
-    "rollout/response_length",
-    "eval/accuracy",
-    "train/abs_prob_diff",
-    "train/abs_prob_diff_first",
-    "train/mask_fraction",
-    "train/mask_fraction_positive",
-    "train/mask_fraction_negative",
-    "train/divergence",
-    "train/ratio",
-    "train/ratio_max",
-    "train/prob_rise_max",
-    "train/kl_k3",
-    "train/entropy",
-    "train/grad_norm",
-    "train/skipped_updates",
+    *("rollout/reward", "rollout/response_length", "eval/accuracy"),
+    *("train/abs_prob_diff", "train/abs_prob_diff_first"),
+    *("train/mask_fraction", "train/mask_fraction_positive", "train/mask_fraction_negative"),
+    *("train/divergence", "train/ratio", "train/ratio_max", "train/prob_rise_max", "train/kl_k3", "train/entropy"),
+    *("train/grad_norm", "train/skipped_updates"),
 )
 """Metrics of each step that are stored in a row."""
 COSTS = "costs.json"

@@ -89,56 +89,22 @@ _FIRST_OF_TAIL = 200
 _ANSWER_SEED = 0
 
 
-@dataclass(frozen=True)
-class RareWords:
-    """One of the tasks."""
-
-    num_words: int
-    """Words of a correct answer."""
-    base_share: float
-    """Probability of the correct word at each position of the warm-up corpus."""
-    words: Sequence[str] = field(default_factory=lambda: WORDS, repr=False)
-    """Words of the vocabulary, by falling frequency."""
-    _answers_seed: int = field(default=_ANSWER_SEED, repr=False)
-
-    @cached_property
-    def answers(self) -> dict[str, str]:
-        """Correct answer of each key: words separated by spaces."""
-        rng = random.Random(self._answers_seed)
-        tail = self.words[_FIRST_OF_TAIL:]
-        return {key: " ".join(rng.choice(tail) for _ in range(self.num_words)) for key in KEYS}
-
-    @cached_property
-    def _zipf(self) -> list[float]:
-        """Cumulative word frequencies, not normalized."""
-        return list(accumulate(1 / (rank + 1) for rank in range(len(self.words))))
-
-    def demonstration(self, rng: random.Random) -> tuple[str, str]:
-        """Prompt and response of one sample of the warm-up corpus."""
-        key = rng.choice(KEYS)
-        response = [
-            word if rng.random() < self.base_share else rng.choices(self.words, cum_weights=self._zipf)[0]
-            for word in self.answers[key].split()
-        ]
-        return key, " ".join(response)
-
-
+@dataclass(frozen=True, eq=False)
 class EmbeddedTask(ABC):
     """A task whose problems are all known."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    name: str
 
     def __call__(self, source: str) -> EmbeddedTask:
         """Return the task for its source, which has no options."""
-        if source != f"{TASK}{self._name}":
-            raise DataError(f"{source!r}: this task has no options. Fix: write '{TASK}{self._name}'")
+        if source != f"{TASK}{self.name}":
+            raise DataError(f"{source!r}: this task has no options. Fix: write '{TASK}{self.name}'")
         return self
 
     def rows(self, split: Split) -> Iterator[TaskRow]:
         """Yield location, prompt, label and no metadata of each problem, always in the same order."""
         for index, (prompt, label) in enumerate(self.problems(split)):
-            yield f"{self._name}/{split}:{index}", prompt, label, {}
+            yield f"{self.name}/{split}:{index}", prompt, label, {}
 
     @abstractmethod
     def problems(self, split: Split) -> Sequence[tuple[str, str]]:
@@ -158,22 +124,43 @@ class _ChainSum(EmbeddedTask):
         return problem.question, demonstration(problem, rng)
 
 
-class _Rare(EmbeddedTask):
-    def __init__(self, name: str, task: RareWords) -> None:
-        super().__init__(name)
-        self._task = task
+@dataclass(frozen=True, eq=False)
+class _RareWords(EmbeddedTask):
+    num_words: int
+    """Words of a correct answer."""
+    base_share: float
+    """Probability of the correct word at each position of the warm-up corpus."""
+    words: Sequence[str] = field(default_factory=lambda: WORDS, repr=False)
+    """Words of the vocabulary, by falling frequency."""
+
+    @cached_property
+    def answers(self) -> dict[str, str]:
+        """Correct answer of each key: words separated by spaces."""
+        rng = random.Random(_ANSWER_SEED)
+        tail = self.words[_FIRST_OF_TAIL:]
+        return {key: " ".join(rng.choice(tail) for _ in range(self.num_words)) for key in KEYS}
+
+    @cached_property
+    def _zipf(self) -> list[float]:
+        """Cumulative word frequencies, not normalized."""
+        return list(accumulate(1 / (rank + 1) for rank in range(len(self.words))))
 
     def problems(self, split: Split) -> Sequence[tuple[str, str]]:
-        return list(self._task.answers.items())  # the keys are all there is
+        return list(self.answers.items())  # the keys are all there is
 
     def demonstration(self, rng: random.Random) -> tuple[str, str]:
-        return self._task.demonstration(rng)
+        key = rng.choice(KEYS)
+        response = [
+            word if rng.random() < self.base_share else rng.choices(self.words, cum_weights=self._zipf)[0]
+            for word in self.answers[key].split()
+        ]
+        return key, " ".join(response)
 
 
 chain_sum = _ChainSum("chain_sum")
-rare_words = _Rare("rare_words", RareWords(num_words=1, base_share=0.05))
-rare_chain = _Rare("rare_chain", RareWords(num_words=4, base_share=0.08))
-rare_words_32k = _Rare("rare_words_32k", RareWords(num_words=1, base_share=0.05, words=WORDS_32K))
+rare_words = _RareWords("rare_words", num_words=1, base_share=0.05)
+rare_chain = _RareWords("rare_chain", num_words=4, base_share=0.08)
+rare_words_32k = _RareWords("rare_words_32k", num_words=1, base_share=0.05, words=WORDS_32K)
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 """Tokens 0, 1 and 2 of both tokenizers."""

@@ -7,10 +7,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 from megatron_dppo.config.io import validate
+from megatron_dppo.config.paths import merge_tables
 from megatron_dppo.errors import ConfigError
 
 Settings = Mapping[str, Any]
@@ -83,13 +84,7 @@ PLACEHOLDER_PATHS: Settings = {"run": {"output_dir": "run"}, "model": {"path": "
 
 def merged(*tables: Settings) -> dict[str, Any]:
     """Merge nested tables. Later values win."""
-    result: dict[str, Any] = {}
-    for table in tables:
-        for key, value in table.items():
-            before = result.get(key)
-            both = isinstance(value, Mapping) and isinstance(before, dict)
-            result[key] = merged(before or {}, value) if both else copy.deepcopy(value)
-    return result
+    return copy.deepcopy(reduce(merge_tables, map(dict, tables), {}))
 
 
 def run_settings(

@@ -74,12 +74,7 @@ def _execute_locked(
 
 
 def _execute_missing(
-    store: Store,
-    runs: Sequence[GridRun],
-    request: Request,
-    external: Sequence[_Source],
-    rows: Rows,
-    limit: int | None,
+    store: Store, runs: Sequence[GridRun], request: Request, external: Sequence[_Source], rows: Rows, limit: int | None
 ) -> int | None:
     """Import or execute the missing runs, and add all of their rows to ``rows``. Return what is left of the limit."""
     store.add(_new_rows(store, runs, external), runs)

@@ -64,7 +64,12 @@ def model_folder(say: Callable[[str], None] = lambda _: None) -> Path:
             say("model    converting the GGUF file to a Hugging Face folder")
             made = Path(work) / "model"
             _convert(gguf, made)
-            _move(made, folder)
+            # Put the folder in its place; another process may have done so first.
+            try:
+                made.rename(folder)
+            except OSError:
+                if not folder.is_dir():
+                    raise
     return folder
 
 
@@ -131,12 +136,3 @@ def _convert(gguf: Path, folder: Path) -> None:
     model.config.__dict__.pop("quantization_config", None)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
-
-
-def _move(made: Path, folder: Path) -> None:
-    """Put the folder in its place; another process may have done so first."""
-    try:
-        made.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise

@@ -67,11 +67,7 @@ def megatron_version() -> tuple[int, ...]:
 
 
 def apply_shims(
-    *,
-    is_cuda: bool,
-    has_te: bool = False,
-    packages: Sequence[str] = PACKAGES,
-    more: Sequence[Shim] = (),
+    *, is_cuda: bool, has_te: bool = False, packages: Sequence[str] = PACKAGES, more: Sequence[Shim] = ()
 ) -> bool:
     """Apply the shims that this device needs; a second call does nothing.
 

@@ -80,24 +80,10 @@ class _CudaProxy(types.ModuleType):
         return getattr(torch.cuda, name)
 
 
-_FACTORIES = [
-    "tensor",
-    "as_tensor",
-    "zeros",
-    "ones",
-    "empty",
-    "full",
-    "arange",
-    "rand",
-    "randn",
-    "randint",
-    "linspace",
-    "eye",
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-]
+_FACTORIES = (
+    *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "linspace", "eye"),
+    *("empty_like", "zeros_like", "ones_like", "full_like"),
+)
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:

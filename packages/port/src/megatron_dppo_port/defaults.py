@@ -13,6 +13,7 @@ from typing import Any
 _A = "actor_rollout_ref.actor."
 _R = "actor_rollout_ref.rollout."
 _C = "algorithm.rollout_correction."
+_PARALLEL = ("tensor_model", "pipeline_model", "context", "expert_model")
 
 _VERL: dict[str, Any] = {
     "data.train_batch_size": 1024,
@@ -56,10 +57,7 @@ _VERL: dict[str, Any] = {
     _A + "optim.lr_warmup_steps": -1,
     _A + "optim.lr_warmup_steps_ratio": 0.0,
     _A + "optim.lr_decay_style": "constant",
-    _A + "megatron.tensor_model_parallel_size": 1,
-    _A + "megatron.pipeline_model_parallel_size": 1,
-    _A + "megatron.context_parallel_size": 1,
-    _A + "megatron.expert_model_parallel_size": 1,
+    **{f"{_A}megatron.{name}_parallel_size": 1 for name in _PARALLEL},
     _A + "megatron.sequence_parallel": True,
     _R + "n": 1,
     _R + "temperature": 1.0,
@@ -121,10 +119,7 @@ _SLIME: dict[str, Any] = {
     "adam-beta2": ["0.999"],
     "adam-eps": ["1e-8"],
     "clip-grad": ["1.0"],
-    "tensor-model-parallel-size": ["1"],
-    "pipeline-model-parallel-size": ["1"],
-    "context-parallel-size": ["1"],
-    "expert-model-parallel-size": ["1"],
+    **{f"{name.replace('_', '-')}-parallel-size": ["1"] for name in _PARALLEL},
     "actor-num-nodes": ["1"],
     "actor-num-gpus-per-node": ["8"],
     "seed": ["1234"],

@@ -21,15 +21,8 @@ Status = Literal["ported", "default", "changed", "unsupported", "unread"]
 FILL_IN = "TO FILL IN"
 """Start of the value of a key that the user must set. No key accepts it, so such a file cannot be trained."""
 OPTIONAL_KEYS = (
-    "log.",
-    "eval.",
-    "data.eval",
-    "checkpoint.",
-    "run.output_dir",
-    "run.seed",
-    "rollout.sglang.",
-    "rollout.vllm.",
-    "rollout.servers.count",
+    *("log.", "eval.", "data.eval", "checkpoint.", "run.output_dir", "run.seed"),
+    *("rollout.sglang.", "rollout.vllm.", "rollout.servers.count"),
 )
 """Keys that do not change what is trained. Their unread values are listed, and the key is left out."""
 

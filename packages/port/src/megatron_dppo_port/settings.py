@@ -107,7 +107,13 @@ def _read_verl_launch(source: SourceFile, launch: Launch, path: Path, root: Path
     folder = _option(launch.arguments, ("--config-path", "-cp"))
     if name is not None and not _SHIPPED_CONFIG.fullmatch(name.text.removesuffix(".yaml")):
         _read_hydra_config(source, name, folder, path, root, program)
-    _parse_overrides(source, launch.arguments)
+    # Hydra's ``key=value``, also with ``+`` and ``++`` for added keys. The last one counts.
+    for word, text in _read_words(source, launch.arguments):
+        key, _, value = text.partition("=")
+        if _KEY.match(text) and not text.startswith("-"):
+            source.settings[key.lstrip("+~")] = _setting(word, value)
+        elif word.unknown and text and not text.startswith("-"):
+            _add_opaque(source, word)
     resolve_references(source)
 
 
@@ -161,16 +167,6 @@ def _read_words(source: SourceFile, words: Sequence[Word]) -> Iterator[tuple[Wor
             continue
         for choice in word.alternatives or (word,):
             yield word, choice.text
-
-
-def _parse_overrides(source: SourceFile, words: Sequence[Word]) -> None:
-    """Parse hydra's ``key=value``, also with ``+`` and ``++`` for added keys. The last one counts."""
-    for word, text in _read_words(source, words):
-        key, _, value = text.partition("=")
-        if _KEY.match(text) and not text.startswith("-"):
-            source.settings[key.lstrip("+~")] = _setting(word, value)
-        elif word.unknown and text and not text.startswith("-"):
-            _add_opaque(source, word)
 
 
 def _setting(word: Word, value: Any) -> Setting:

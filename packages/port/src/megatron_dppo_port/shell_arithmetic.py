@@ -28,13 +28,7 @@ _BITS: dict[str, Callable[[int, int], int]] = {
     "^": operator.xor,
 }
 _OPERANDS = (
-    "number",
-    "word",
-    "variable_name",
-    "expansion",
-    "simple_expansion",
-    "string",
-    "subscript",
+    *("number", "word", "variable_name", "expansion", "simple_expansion", "string", "subscript"),
     "command_substitution",
 )
 

@@ -22,6 +22,7 @@ from megatron_dppo.report.findings import findings
 from megatron_dppo.report.records import Record, read_metrics
 from megatron_dppo.report.steps.files import recorded_steps
 from megatron_dppo.report.steps.tokens import Decode, read_tokens
+from megatron_dppo.setup.contents import flatten
 from megatron_dppo_report.agents import FailureCounts, agent_view
 from megatron_dppo_report.charts import build_charts, remaining_charts
 from megatron_dppo_report.masks import MaskCounts, OtherMasks
@@ -166,14 +167,7 @@ def _config(folder: Path) -> dict[str, object]:
         raise DataError(f"{folder / 'config.toml'} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{folder / 'config.toml'} is not valid TOML: {error}") from error
-    return dict(_flat(values))
-
-
-def _flat(values: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
-    pairs: list[tuple[str, object]] = []
-    for name, value in values.items():
-        pairs += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
-    return pairs
+    return {key: value for key, value in flatten(values) if value != {}}
 
 
 def _differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:

@@ -176,18 +176,17 @@ class Service:
         if body.optimizer and "/sampler_weights/" in body.path:
             raise RequestError(f"{body.path} has weights alone, and no optimizer state. Use a path of save_state")
         spec = AdapterSpec.from_checkpoint(checkpoint)
+        model_id = f"{body.session_id}:train:{body.model_seq_id}" if body.model_id is None else body.model_id
+        run = partial(self._load, model_id, checkpoint, body.path, optimizer=body.optimizer)
         if body.model_id is None:
             assert body.session_id is not None
             self._session(body.session_id)
-            model_id = f"{body.session_id}:train:{body.model_seq_id}"
-            run = partial(self._load, model_id, checkpoint, body.path, optimizer=body.optimizer)
             return self._submit_new(model_id, spec, body.user_metadata, run)
         assert body.seq_id is not None
-        entry = self._entry(body.model_id)
+        entry = self._entry(model_id)
         if spec.shape != entry.spec.shape:
             raise RequestError(f"{body.path} has adapters {spec}, and the model has {entry.spec}")
-        run = partial(self._load, body.model_id, checkpoint, body.path, optimizer=body.optimizer)
-        return self._submit(body.model_id, body.seq_id, run)
+        return self._submit(model_id, body.seq_id, run)
 
     def submit_forward_backward(self, request: ForwardBackwardRequest, num_bytes: int) -> dict[str, Any]:
         """Queue a computation of gradients, or a forward pass, whose body has this size."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo_tinker.errors import RequestError
-from megatron_dppo_tinker.protobuf import FieldReader, write_message
+from megatron_dppo_tinker.protobuf import FieldReader, read_varint, write_message
 
 _DTYPES = {1: torch.float32, 2: torch.int64, 3: torch.int32}
 """Numbers of the enumeration ``DType`` that a client sends."""
@@ -189,19 +189,14 @@ def _read_entry(message: Any, read: Callable[[Any, FieldReader], Any], fields: F
 
 
 def _unpack_varints(content: Any) -> list[int]:
-    # As a message whose bytes are numbers: each gets a tag of its own.
-    if len(_message(content)) > 10 * _MAX_DIMENSIONS:
+    message = _message(content)
+    if len(message) > 10 * _MAX_DIMENSIONS:
         raise ValueError(f"a tensor has more than {_MAX_DIMENSIONS} dimensions")
     values: list[int] = []
-    value = 0
-    shift = 0
-    for byte in bytes(_message(content)):
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            values.append(value)
-            value = 0
-            shift = 0
+    position = 0
+    while position < len(message):
+        value, position = read_varint(message, position)
+        values.append(value)
     return values
 
 

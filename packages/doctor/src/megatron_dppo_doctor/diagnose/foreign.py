@@ -49,11 +49,7 @@ class _RolloutScorer:
     """Scorer of another stack's rollouts with one fp32 model."""
 
     def __init__(
-        self,
-        model: Any,
-        shape: RoutingShape | None,
-        dumped: Sequence[DumpedSample],
-        declared: SamplingParams,
+        self, model: Any, shape: RoutingShape | None, dumped: Sequence[DumpedSample], declared: SamplingParams
     ) -> None:
         self._model = model
         self._shape = shape

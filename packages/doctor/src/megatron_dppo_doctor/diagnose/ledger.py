@@ -142,7 +142,7 @@ def make_ledger(
         share = part / total if total else 0.0
         return LedgerRow(cause, part, share, link.mean().item(), link.abs().mean().item(), link.abs().max().item())
 
-    causes = list(Cause)
+    causes: list[str] = list(Cause)
     in_order = sorted(links, key=lambda cause: causes.index(cause) if cause in causes else len(causes))
     return Ledger(
         tokens=len(difference),

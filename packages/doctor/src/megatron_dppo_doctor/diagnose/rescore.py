@@ -167,12 +167,7 @@ def rescore_by_engine(
         if routing is not None and routes is not None:
             forced = ForcedRoutes(model, replace(routing, weights=routes.shape[-1] > routing.topk))
         return rescore(
-            model,
-            samples,
-            temperature=temperature,
-            forced=forced,
-            fp32_head=fp32_head,
-            token_by_token=token_by_token,
+            model, samples, temperature=temperature, forced=forced, fp32_head=fp32_head, token_by_token=token_by_token
         )
 
     return engine.call_with_model(score)

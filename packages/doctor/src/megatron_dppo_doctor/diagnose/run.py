@@ -181,9 +181,10 @@ def _make_ledger(scorer: RunScorer, before: Config, batch: StepBatch, inputs: In
         trained, chain = scorer.chain(batch.collected.groups, batch.samples)
         scorings = scorer.scorings(chain, batch.samples)
         absent = _missing_causes(before, scorer, {cause for cause, _ in chain})
-        return make_ledger(
-            scorer.gather_trained(trained, batch.samples), scorings, absent, _ledger_notes(before, batch.step)
-        )
+        notes = [f"at step {batch.step}, one new batch; train.max_staleness = {before.train.max_staleness}"]
+        if before.train.router_replay == "recorded":
+            notes.append("train.router_replay = 'recorded': the first update uses live routes, as here")
+        return make_ledger(scorer.gather_trained(trained, batch.samples), scorings, absent, notes)
     finally:
         if scorer.exact is not None:
             scorer.exact.close()
@@ -194,7 +195,7 @@ def _missing_causes(before: Config, scorer: RunScorer, present: set[str]) -> dic
         causes = (Cause.SAMPLER, Cause.ROUTER_IDS, Cause.ROUTER_WEIGHTS, Cause.HEAD, Cause.ENGINE)
         return dict.fromkeys(causes, "none: the trainer's own model samples")
     shape, replay = scorer.trainer.routing_shape, before.train.router_replay
-    absent = {}
+    absent: dict[str, str] = {}
     if Cause.SAMPLER not in present:
         absent[Cause.SAMPLER] = "none: by the configuration, training uses the distributions that were sampled"
         if not scorer.is_local:
@@ -220,10 +221,3 @@ def _missing_causes(before: Config, scorer: RunScorer, present: set[str]) -> dic
     if Cause.UNEXPLAINED not in present:
         absent[Cause.UNEXPLAINED] = "not separable: part of the numerics of trainer or server"
     return absent
-
-
-def _ledger_notes(before: Config, step: int) -> list[str]:
-    notes = [f"at step {step}, one new batch; train.max_staleness = {before.train.max_staleness}"]
-    if before.train.router_replay == "recorded":
-        notes.append("train.router_replay = 'recorded': the first update uses live routes, as here")
-    return notes

@@ -14,42 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PACKAGES = (
-    "megatron-dppo",
-    "torch",
-    "triton",
-    "megatron-core",
-    "transformer-engine",
-    "transformer-engine-cu12",
-    "transformer-engine-cu13",
-    "transformer-engine-torch",
-    "flash-attn",
-    "fla-core",
-    "tilelang",
-    "apex",
-    "nvidia-modelopt",
-    "transformers",
-    "numpy",
-    "psutil",
+    *("megatron-dppo", "torch", "triton", "megatron-core"),
+    *("transformer-engine", "transformer-engine-cu12", "transformer-engine-cu13", "transformer-engine-torch"),
+    *("flash-attn", "fla-core", "tilelang", "apex", "nvidia-modelopt", "transformers", "numpy", "psutil"),
 )
 """Packages that a training process may import. SGLang and vLLM have separate environments: see servers.py."""
 
 VARIABLES = (
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_VISIBLE_DEVICES",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "NVTE_FLASH_ATTN",
-    "NVTE_FUSED_ATTN",
-    "NVTE_UNFUSED_ATTN",
-    "NCCL_P2P_DISABLE",
-    "NCCL_IB_DISABLE",
-    "NCCL_CUMEM_ENABLE",
-    "NCCL_NVLS_ENABLE",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_IB_HCA",
-    "GLOO_SOCKET_IFNAME",
-    "OMP_NUM_THREADS",
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"),
+    *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"),
+    *("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"),
 )
 """Environment variables that affect training. No others are read or printed."""
 
@@ -103,6 +79,7 @@ def inspect_machine() -> MachineFacts:
     devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     gpus = tuple(Gpu(name=d.name, capability=(d.major, d.minor), gib=d.total_memory / 2**30) for d in devices)
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    compilers = shlex.split(os.environ.get("CC", ""))[:1] or ["gcc", "clang"]
     return MachineFacts(
         python=sys.version_info[:3],
         system=f"{platform.system()} {platform.machine()}",
@@ -116,7 +93,8 @@ def inspect_machine() -> MachineFacts:
         apex=tuple(use for module, use in APEX_KERNELS.items() if importlib.util.find_spec(module) is not None),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
         missing_build_tools=tuple(missing_build_tools()),
-        c_compiler=_find_c_compiler(),
+        # That of ``triton.runtime.build``.
+        c_compiler=next((name for name in compilers if shutil.which(name)), None),
     )
 
 
@@ -128,13 +106,6 @@ def _installed_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def _find_c_compiler() -> str | None:
-    """Return the compiler that ``triton.runtime.build`` uses: CC, gcc or clang."""
-    named = os.environ.get("CC")
-    candidates = [shlex.split(named)[0]] if named else ["gcc", "clang"]
-    return next((name for name in candidates if shutil.which(name)), None)
 
 
 def _driver_version() -> str | None:

@@ -122,11 +122,7 @@ def _measure_backend(backend: str, store: Store, job: JobRank, hosts: list[str])
         torch.cuda.set_device(device)
     start = time.perf_counter()
     dist.init_process_group(
-        backend,
-        store=store,
-        rank=job.rank,
-        world_size=job.world_size,
-        timeout=timedelta(seconds=LIMIT_SECONDS),
+        backend, store=store, rank=job.rank, world_size=job.world_size, timeout=timedelta(seconds=LIMIT_SECONDS)
     )
     total = torch.tensor([float(job.rank + 1)], device=device)
     dist.all_reduce(total)
@@ -178,18 +174,20 @@ def fastest(function: Callable[[], object], device: torch.device) -> float:
     return best
 
 
+def shift(message: Tensor, received: Tensor) -> None:
+    """Send a message to the next rank, and receive that of the rank before this one."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # Both in one batch: every rank sends first, and could wait for a receive that comes after a send.
+    send = dist.P2POp(dist.isend, message, (rank + 1) % world)
+    receive = dist.P2POp(dist.irecv, received, (rank - 1) % world)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+
+
 def _measure_links(message: Tensor, job: JobRank) -> list[float]:
     """Return for each rank the seconds of a message from the rank before it, all at the same time."""
     received = torch.empty_like(message)
-    following, previous = (job.rank + 1) % job.world_size, (job.rank - 1) % job.world_size
-
-    def shift() -> None:
-        send = dist.P2POp(dist.isend, message, following)
-        receive = dist.P2POp(dist.irecv, received, previous)
-        for work in dist.batch_isend_irecv([send, receive]):
-            work.wait()
-
-    seconds = torch.tensor([fastest(shift, message.device)], device=message.device)
+    seconds = torch.tensor([fastest(lambda: shift(message, received), message.device)], device=message.device)
     links = [torch.zeros_like(seconds) for _ in range(job.world_size)]
     dist.all_gather(links, seconds)
     return [float(link) for link in links]

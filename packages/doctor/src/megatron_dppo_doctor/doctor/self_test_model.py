@@ -144,10 +144,7 @@ def _sample(engine: LocalEngine) -> list[Completion]:
 
 
 def _check_probe(
-    trainer: PolicyTrainer,
-    responses: Sequence[Completion],
-    dtype: str,
-    when: str,
+    trainer: PolicyTrainer, responses: Sequence[Completion], dtype: str, when: str
 ) -> Iterator[SelfTestCheck]:
     """Apply the probe of inference servers to the local engine."""
     shape = hf_config()

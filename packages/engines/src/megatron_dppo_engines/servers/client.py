@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from megatron_dppo_engines.errors import ServerError
-from megatron_dppo_engines.server import GenerateRequest, Generation
-from megatron_dppo_engines.servers.fields import read_tokenize_response
+from megatron_dppo_engines.servers.fields import read_tokenize_response, require_success
 from megatron_dppo_engines.servers.http import Deadlines, HttpClient
-from megatron_dppo_engines.servers.updates import ADAPTER, FolderUpdates
+from megatron_dppo_engines.servers.updates import ADAPTER, ServerUpdates
 
 _ADMIN_CONNECTIONS = 8
 
 
-class ServerClient(FolderUpdates):
+class ServerClient(ServerUpdates):
     """HTTP connections to one server, and the calls that both engines have."""
 
     _keeps_admin_alive = True
@@ -23,6 +23,8 @@ class ServerClient(FolderUpdates):
     """Path of a GET that is cheap for the server."""
     _no_tokenizer_statuses: tuple[int, ...]
     """HTTP statuses of ``/tokenize`` on a server without a tokenizer, or without this call."""
+    _missing_call_fix = ""
+    """What to change if a control call is missing on the server."""
 
     def __init__(
         self,
@@ -46,10 +48,6 @@ class ServerClient(FolderUpdates):
             keep_alive=self._keeps_admin_alive,
         )
         self.url = self._http.url
-
-    @abstractmethod
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """Continue a sequence."""
 
     async def health(self) -> bool:
         """Return True if the server responds and, unless this client paused it, can generate."""
@@ -80,6 +78,26 @@ class ServerClient(FolderUpdates):
                 return None
             raise
         return read_tokenize_response(response, self.url + "/tokenize")
+
+    @contextmanager
+    def _missing_call_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except ServerError as error:
+            if error.status != 404 or not self._missing_call_fix:
+                raise
+            raise ServerError(error.url, f"{error.detail}: {self._missing_call_fix}", error.status) from error
+
+    async def _post(self, path: str, body: Mapping[str, object], timeout: float, repeat: bool) -> Mapping[str, Any]:
+        with self._missing_call_explained():
+            response = await self._admin.post(path, body, timeout=timeout, repeat=repeat)
+        return require_success(response, self.url + path)
+
+    async def _control(self, path: str, body: Mapping[str, object], *, repeat: bool = False) -> Mapping[str, Any]:
+        return await self._post(path, body, self._deadlines.control, repeat)
+
+    async def _update(self, path: str, body: Mapping[str, object]) -> None:
+        await self._post(path, body, self._deadlines.update, False)
 
     async def close(self) -> None:
         """Close all connections."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_dppo_engines.errors import ConfigError, ServerError
+from megatron_dppo_engines.server import InferenceServer
 from megatron_dppo_engines.servers.fields import INCOMPLETE
 from megatron_dppo_engines.weight_files import ADAPTER_FILE, find_weight_files, open_weight_file
 
@@ -24,10 +25,30 @@ MemoryTag = Literal["weights", "kv_cache"]
 """Part of a server's memory, by the name that both engines give it."""
 
 
-class ReleasedMemory(ABC):
-    """The part of a server's client that releases memory; an engine adds its own calls."""
+def check_weights(folder: Path) -> None:
+    """Check that a folder has complete weights, before a server reads it.
 
-    url: str
+    SGLang crashes on a truncated file, since its rollback reads the same folder again, and does not notice missing
+    files. A stock vLLM is left without weights and crashes on the next request. A folder that is not on this machine
+    passes.
+    """
+    if not folder.is_dir():
+        return  # a path of the server's machine: the server reports itself if there is nothing
+    for file in find_weight_files(folder, "the folder of new weights").files:
+        open_weight_file(file)
+
+
+def check_adapter(folder: Path) -> None:
+    """Check that a folder has complete adapters, as ``check_weights`` does."""
+    if folder.is_dir():
+        open_weight_file(folder / ADAPTER_FILE)
+
+
+class ServerUpdates(InferenceServer, ABC):
+    """The part of a server's client that releases memory and updates from a folder; an engine adds its own calls."""
+
+    _untouched_text: str
+    """Part of the server's error text if it changed no weight."""
     _is_paused = False
     _is_cache_released = False
     """True if the cache needs memory before anything is generated; set by ``wake_weights``."""
@@ -109,40 +130,6 @@ class ReleasedMemory(ABC):
 
     @abstractmethod
     async def _set_version(self, version: str) -> None: ...
-
-
-def check_weights(folder: Path) -> None:
-    """Check that a folder has complete weights, before a server reads it.
-
-    SGLang crashes on a truncated file, since its rollback reads the same folder again, and does not notice missing
-    files. A stock vLLM is left without weights and crashes on the next request. A folder that is not on this machine
-    passes.
-    """
-    if not folder.is_dir():
-        return  # a path of the server's machine: the server reports itself if there is nothing
-    for file in find_weight_files(folder, "the folder of new weights").files:
-        open_weight_file(file)
-
-
-def check_adapter(folder: Path) -> None:
-    """Check that a folder has complete adapters, as ``check_weights`` does."""
-    if folder.is_dir():
-        open_weight_file(folder / ADAPTER_FILE)
-
-
-class FolderUpdates(ReleasedMemory):
-    """``update_from_disk`` and ``update_adapter`` of a server; an engine adds its own calls."""
-
-    _untouched_text: str
-    """Part of the server's error text if it changed no weight."""
-
-    @abstractmethod
-    async def pause(self) -> None:
-        """See ``InferenceServer``."""
-
-    @abstractmethod
-    async def resume(self) -> None:
-        """See ``InferenceServer``."""
 
     @abstractmethod
     async def _load_weights(self, folder: str) -> None: ...

@@ -8,13 +8,13 @@ during an update: both happen once, at the end.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_dppo_engines.errors import ConfigError, ServerError
 from megatron_dppo_engines.server import transfer_group_name
 from megatron_dppo_engines.servers.client import ServerClient, bucket_to_json
-from megatron_dppo_engines.servers.fields import require_object, require_success
+from megatron_dppo_engines.servers.fields import require_object
 from megatron_dppo_engines.servers.updates import ADAPTER, MemoryTag
 from megatron_dppo_engines.sglang.wire import parse_engine_version
 from megatron_dppo_engines.shared_memory import DeviceHandle, Handle, as_flattened_bucket
@@ -238,14 +238,6 @@ class SGLangWeightUpdates(ServerClient):
                     "one server per replica, or set rollout.weight_sync.method = 'disk'"
                 )
         return int(info.get("tp_size", 1))
-
-    async def _control(self, path: str, body: Mapping[str, object], *, repeat: bool = False) -> Mapping[str, Any]:
-        response = await self._admin.post(path, body, timeout=self._deadlines.control, repeat=repeat)
-        return require_success(response, self.url + path)
-
-    async def _update(self, path: str, body: Mapping[str, object]) -> None:
-        response = await self._admin.post(path, body, timeout=self._deadlines.update)
-        require_success(response, self.url + path)
 
 
 def _parallelism_info(rank: dict[str, Any]) -> dict[str, int]:

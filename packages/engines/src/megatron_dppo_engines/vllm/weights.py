@@ -8,13 +8,13 @@ torch does not expose, and then calls NCCL outside of torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_dppo_engines.errors import ConfigError, ServerError
 from megatron_dppo_engines.server import transfer_group_name
 from megatron_dppo_engines.servers.client import ServerClient, bucket_to_json
-from megatron_dppo_engines.servers.fields import INCOMPLETE, require_success
+from megatron_dppo_engines.servers.fields import INCOMPLETE
 from megatron_dppo_engines.servers.updates import ADAPTER, MemoryTag
 from megatron_dppo_engines.serving import VLLM_EXTENSION
 from megatron_dppo_engines.shared_memory import Handle, as_json
@@ -30,6 +30,7 @@ class VLLMWeightUpdates(ServerClient):
     """The part of ``VLLMServer`` that changes weights."""
 
     _untouched_text = "weights not touched"  # the extension could not open the folder, so it changed nothing
+    _missing_call_fix = "no such call: start vLLM (0.32 or later) with VLLM_SERVER_DEV_MODE=1 in its environment"
     _has_joined = False
     _cached_config: dict[str, Any] | None = None
 
@@ -211,26 +212,11 @@ class VLLMWeightUpdates(ServerClient):
         await self._control("/update_weight_version", {"new_version": version}, repeat=True)
 
     async def _get(self, path: str) -> dict[str, Any]:
-        try:
+        with self._missing_call_explained():
             response = await self._admin.get(path, timeout=self._deadlines.alive)
-        except ServerError as error:
-            raise _explain_missing_call(error) from error
         if not isinstance(response, dict):
             raise ServerError(self.url + path, f"expected the response of a vLLM server, got {str(response)[:200]!r}")
         return response
-
-    async def _control(self, path: str, body: Mapping[str, object], *, repeat: bool = False) -> Mapping[str, Any]:
-        return await self._post(path, body, self._deadlines.control, repeat)
-
-    async def _update(self, path: str, body: Mapping[str, object]) -> None:
-        await self._post(path, body, self._deadlines.update, False)
-
-    async def _post(self, path: str, body: Mapping[str, object], timeout: float, repeat: bool) -> Mapping[str, Any]:
-        try:
-            response = await self._admin.post(path, body, timeout=timeout, repeat=repeat)
-        except ServerError as error:
-            raise _explain_missing_call(error) from error
-        return require_success(response, self.url + path)
 
 
 def _read_stock_sums(checksums: dict[str, str]) -> tuple[RankDigests, ...]:
@@ -243,11 +229,3 @@ def _read_stock_sums(checksums: dict[str, str]) -> tuple[RankDigests, ...]:
     if not ranks:
         raise ValueError("no checksums")
     return tuple(RankDigests(tp_rank=int(rank.rpartition(":tp")[2]), digests=ranks[rank]) for rank in sorted(ranks))
-
-
-def _explain_missing_call(error: ServerError) -> ServerError:
-    """Add the missing environment variable to the error of a control call that the server does not have."""
-    if error.status != 404:
-        return error
-    fix = "no such call: start vLLM (0.32 or later) with VLLM_SERVER_DEV_MODE=1 in its environment"
-    return ServerError(error.url, f"{error.detail}: {fix}", error.status)
