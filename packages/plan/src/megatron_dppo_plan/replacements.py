@@ -155,7 +155,7 @@ def _attend_without_mask(_: Assumptions) -> None:
         self.softmax_offset = sinks
         return output if sinks is None else Sinks.apply(output, sinks)
 
-    SDPACoreAttention._attend_bucket = attend  # type: ignore[method-assign]
+    SDPACoreAttention.attend_bucket = attend  # type: ignore[method-assign]
 
 
 REPLACEMENTS: Sequence[Replacement] = (
