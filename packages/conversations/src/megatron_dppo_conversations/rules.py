@@ -62,9 +62,10 @@ def read_tool(tool: object, name: str, *, kinds: Collection[str | None] = ("func
 
 def read_tools(tools: object, name: str, *, kinds: Collection[str | None] = ("function", None)) -> list[dict[str, Any]]:
     """Return a list of tools, which may be missing; see ``read_tool``."""
-    if not isinstance(tools or [], list):
-        raise ConversationError(f"{name} = {tools!r:.80}, expected a list of objects")
-    return [read_tool(tool, f"{name}[{index}]", kinds=kinds) for index, tool in enumerate(tools or [])]
+    entries = tools or []
+    if not isinstance(entries, list):
+        raise ConversationError(f"{name} = {entries!r:.80}, expected a list of objects")
+    return [read_tool(tool, f"{name}[{index}]", kinds=kinds) for index, tool in enumerate(entries)]
 
 
 def read_tool_call(call: object, name: str) -> ToolCall:
@@ -138,14 +139,14 @@ def read_message(message: object, name: str) -> Message:
 
 def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return messages whose tool calls have their arguments as text, which the templates of some families need."""
-    result = []
+    result: list[Message] = []
     for message in messages:
         calls = []
         for call in message.get("tool_calls") or ():
             arguments = call["function"]["arguments"]
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             calls.append({**call, "function": {**call["function"], "arguments": text}})
-        result.append({**message, "tool_calls": calls} if calls else message)
+        result.append({**message, "tool_calls": calls} if calls else dict(message))
     return result
 
 
