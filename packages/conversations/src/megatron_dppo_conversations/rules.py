@@ -15,6 +15,8 @@ Message = dict[str, Any]
 
 Optional are ``reasoning_content``, ``tool_calls`` (``ToolCall``), ``tool_call_id`` and ``name``.
 """
+WrittenMessage = Mapping[str, Any]
+"""The same, as it is written by a template."""
 ROLES = ("system", "user", "assistant", "tool")
 """Roles of read messages. ``developer`` is read as ``system``, its older name, which all templates know."""
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
@@ -60,7 +62,9 @@ def read_tool(tool: object, name: str, *, kinds: Collection[str | None] = ("func
     return {"type": "function", "function": {**read, **more}}
 
 
-def read_tools(tools: object, name: str, *, kinds: Collection[str | None] = ("function", None)) -> list[dict[str, Any]]:
+def read_tools(
+    tools: object, name: str, *, kinds: Collection[str | None] = ("function", None)
+) -> list[dict[str, object]]:
     """Return a list of tools, which may be missing; see ``read_tool``."""
     entries = tools or []
     if not isinstance(entries, list):
@@ -137,7 +141,7 @@ def read_message(message: object, name: str) -> Message:
     return result | {field: fields[field] for field in ("tool_call_id", "name") if isinstance(fields.get(field), str)}
 
 
-def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def with_text_arguments(messages: Sequence[WrittenMessage]) -> list[Message]:
     """Return messages whose tool calls have their arguments as text, which the templates of some families need."""
     result: list[Message] = []
     for message in messages:
@@ -150,7 +154,7 @@ def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return result
 
 
-def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def with_thinking(messages: Sequence[WrittenMessage]) -> list[Message]:
     """Return messages whose thoughts have the name that gpt-oss' template reads.
 
     It writes the content beside a call as a thought, and refuses both.
@@ -223,7 +227,7 @@ def order_tool_results(messages: Sequence[Message]) -> list[Message]:
     return result
 
 
-def fold_notes(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def fold_notes(messages: Sequence[WrittenMessage]) -> list[Message]:
     """Return messages with one system message, the first; later ones are a part of the user's message before them.
 
     Clients add notes in the middle of a conversation, where few templates accept a system message. A note without a
