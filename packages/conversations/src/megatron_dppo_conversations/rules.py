@@ -30,6 +30,8 @@ _UNREAD_ANSWERS = ("function_call", "audio", "refusal")
 """Fields of OpenAI's answers that have text or calls in another form."""
 _SCHEMA_FIELDS = ("parameters", "input_schema", "inputSchema")
 """Names of a tool's JSON schema: OpenAI, Anthropic and MCP."""
+_TOOL_FIELDS = ("name", "description", "parameters")
+"""Fields of a flat tool that are the function's."""
 
 
 class ConversationError(ValueError):
@@ -55,11 +57,13 @@ def read_tool(tool: object, name: str, *, kinds: Collection[str | None] = ("func
     schema = function.get(key) or {"type": "object"}
     if not isinstance(schema, Mapping):
         raise ConversationError(f"{name} has the {key} {schema!r:.80}; expected a JSON schema, which is an object")
-    read = {"name": function["name"], "description": function.get("description") or "", "parameters": schema}
-    # A template may read more fields of a function. ``strict`` is a setting of the API.
-    unread = (*_SCHEMA_FIELDS, "strict", *read)
-    more = {} if function is tool else {field: value for field, value in function.items() if field not in unread}
-    return {"type": "function", "function": {**read, **more}}
+    # In the order in which they were sent. ``strict`` is a setting of the API.
+    fields = {"parameters" if field == key else field: value for field, value in function.items() if value is not None}
+    is_inside = function is not tool
+    read = {
+        field: value for field, value in fields.items() if field in _TOOL_FIELDS or (is_inside and field != "strict")
+    }
+    return {"type": "function", "function": {**read, "parameters": schema}}
 
 
 def read_tools(
