@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, overload
 from weakref import WeakKeyDictionary
 
 from megatron_dppo_conversations.formats import choose_format
-from megatron_dppo_conversations.rules import fold_notes, with_text_arguments, with_thinking
+from megatron_dppo_conversations.rules import fold_notes, with_descriptions, with_text_arguments, with_thinking
 
 _CODES = "aAwdbBmyYHIpMSfjUWcxXGuVDFTRenthCg"
 """Format codes of ``strftime`` that have a value without a time zone."""
@@ -70,7 +70,7 @@ def apply_chat_template(
     messages: Sequence[Mapping[str, object]],
     now: datetime,
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, object]] | None = None,
     add_generation_prompt: bool = False,
     tokenize: bool = False,
     variables: Mapping[str, object] | None = None,
@@ -94,8 +94,7 @@ def apply_chat_template(
         messages = with_text_arguments(messages)
     if "message.thinking" in template and "reasoning_content" not in template:
         messages = with_thinking(messages)
-        # gpt-oss' template fails on a tool without a description.
-        tools = [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools or ()] or None
+        tools = with_descriptions(tools or ()) or None
 
     def render(each: Sequence[Mapping[str, Any]]) -> Any:
         return tokenizer.apply_chat_template(

@@ -158,6 +158,11 @@ def with_text_arguments(messages: Sequence[WrittenMessage]) -> list[Message]:
     return result
 
 
+def with_descriptions(tools: Sequence[WrittenMessage]) -> list[WrittenMessage]:
+    """Return tools that all have a description, without which gpt-oss' template fails."""
+    return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
+
+
 def with_thinking(messages: Sequence[WrittenMessage]) -> list[Message]:
     """Return messages whose thoughts have the name that gpt-oss' template reads.
 
