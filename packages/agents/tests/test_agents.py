@@ -39,6 +39,7 @@ from megatron_dppo_agents.generate import MAX_FAILURES, AgentFunction
 from megatron_dppo_agents.runner import INHERITED_VARIABLES, AgentTask, run_with_time_limit
 from megatron_dppo_agents.template import ChatTemplate
 from megatron_dppo_conversations.formats import FORMATS
+from megatron_dppo_conversations.rules import ConversationError
 from tests.engines.tiny import byte_tokenizer
 from tests.unit.configs import config
 from tests.unit.engines.test_server_engine import publish
@@ -367,11 +368,11 @@ def test_invalid_tool_calls_stay_text() -> None:
         ({"messages": [user("a")], "max_tokens": 0}, "'max_tokens' = 0, expected a whole number"),
         ({"messages": [{"role": "robot"}]}, r"messages\[0\] has the role 'robot'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part that is"),
-        ({"messages": [user("a")], "tools": ["f"]}, "expected a list"),
+        ({"messages": [user("a")], "tools": ["f"]}, "the type 'str'"),
     ],
 )
 def test_invalid_requests_are_rejected(body: Any, words: str) -> None:
-    with pytest.raises(CallError, match=words):
+    with pytest.raises((CallError, ConversationError), match=words):
         read_chat(body)
 
 

@@ -134,7 +134,7 @@ APIS: dict[str, Entry] = {"chat": chat, "responses": responses, "messages": mess
 ENTRIES: dict[str, Entry] = {"rows": row, "verifiers": verifiers, **APIS}
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 TOOL = {"type": "function", "function": {"name": "add_two", "parameters": {"type": "object"}}}
-PRINTED = '{"name": "add_two", "description": "", "parameters": {"type": "object"}}'
+PRINTED = '{"name": "add_two", "parameters": {"type": "object"}}'
 USER = {"role": "user", "content": "q"}
 SYSTEM = {"role": "system", "content": "S"}
 DEVELOPER = {"role": "developer", "content": "D"}
@@ -329,7 +329,7 @@ def test_thoughts_of_a_call_reach_the_prompt_of_published_templates(entry: Entry
     made = tokenizer((Path(spec.origin).parent / f"chat_templates/{name}.jinja").read_text(encoding="utf-8"))
     for content in (None, "So."):
         for thoughts in THOUGHTS:
-            sent = said(USER, {**called(content, arguments={"a": 2}), thoughts: "Hm, two."}, answer("c"))
+            sent = said(USER, {**called(content, arguments={"a": 2}), thoughts: "Hm, two."}, answer("c"), tools=[TOOL])
             text = entry(made, sent, tmp_path)
             assert "Hm, two." in text and (content or "") in text
 

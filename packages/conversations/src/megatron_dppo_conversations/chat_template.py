@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, overload
 from weakref import WeakKeyDictionary
 
 from megatron_dppo_conversations.formats import choose_format
-from megatron_dppo_conversations.rules import fold_notes, with_text_arguments, with_thinking
+from megatron_dppo_conversations.rules import fold_notes, with_descriptions, with_text_arguments, with_thinking
 
 _CODES = "aAwdbBmyYHIpMSfjUWcxXGuVDFTRenthCg"
 """Format codes of ``strftime`` that have a value without a time zone."""
@@ -94,6 +94,7 @@ def apply_chat_template(
         messages = with_text_arguments(messages)
     if "message.thinking" in template and "reasoning_content" not in template:
         messages = with_thinking(messages)
+        tools = with_descriptions(tools or ()) or None
 
     def render(each: Sequence[Mapping[str, Any]]) -> Any:
         return tokenizer.apply_chat_template(

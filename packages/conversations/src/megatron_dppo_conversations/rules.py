@@ -15,6 +15,8 @@ Message = dict[str, Any]
 
 Optional are ``reasoning_content``, ``tool_calls`` (``ToolCall``), ``tool_call_id`` and ``name``.
 """
+WrittenMessage = Mapping[str, Any]
+"""The same, as it is written by a template."""
 ROLES = ("system", "user", "assistant", "tool")
 """Roles of read messages. ``developer`` is read as ``system``, its older name, which all templates know."""
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
@@ -28,6 +30,8 @@ _UNREAD_ANSWERS = ("function_call", "audio", "refusal")
 """Fields of OpenAI's answers that have text or calls in another form."""
 _SCHEMA_FIELDS = ("parameters", "input_schema", "inputSchema")
 """Names of a tool's JSON schema: OpenAI, Anthropic and MCP."""
+_TOOL_FIELDS = ("name", "description", "parameters")
+"""Fields of a flat tool that are the function's."""
 
 
 class ConversationError(ValueError):
@@ -53,18 +57,23 @@ def read_tool(tool: object, name: str, *, kinds: Collection[str | None] = ("func
     schema = function.get(key) or {"type": "object"}
     if not isinstance(schema, Mapping):
         raise ConversationError(f"{name} has the {key} {schema!r:.80}; expected a JSON schema, which is an object")
-    read = {"name": function["name"], "description": function.get("description") or "", "parameters": schema}
-    # A template may read more fields of a function. ``strict`` is a setting of the API.
-    unread = (*_SCHEMA_FIELDS, "strict", *read)
-    more = {} if function is tool else {field: value for field, value in function.items() if field not in unread}
-    return {"type": "function", "function": {**read, **more}}
+    # In the order in which they were sent. ``strict`` is a setting of the API.
+    fields = {"parameters" if field == key else field: value for field, value in function.items() if value is not None}
+    is_inside = function is not tool
+    read = {
+        field: value for field, value in fields.items() if field in _TOOL_FIELDS or (is_inside and field != "strict")
+    }
+    return {"type": "function", "function": {**read, "parameters": schema}}
 
 
-def read_tools(tools: object, name: str, *, kinds: Collection[str | None] = ("function", None)) -> list[dict[str, Any]]:
+def read_tools(
+    tools: object, name: str, *, kinds: Collection[str | None] = ("function", None)
+) -> list[dict[str, object]]:
     """Return a list of tools, which may be missing; see ``read_tool``."""
-    if not isinstance(tools or [], list):
-        raise ConversationError(f"{name} = {tools!r:.80}, expected a list of objects")
-    return [read_tool(tool, f"{name}[{index}]", kinds=kinds) for index, tool in enumerate(tools or [])]
+    entries = tools or []
+    if not isinstance(entries, list):
+        raise ConversationError(f"{name} = {entries!r:.80}, expected a list of objects")
+    return [read_tool(tool, f"{name}[{index}]", kinds=kinds) for index, tool in enumerate(entries)]
 
 
 def read_tool_call(call: object, name: str) -> ToolCall:
@@ -136,20 +145,25 @@ def read_message(message: object, name: str) -> Message:
     return result | {field: fields[field] for field in ("tool_call_id", "name") if isinstance(fields.get(field), str)}
 
 
-def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def with_text_arguments(messages: Sequence[WrittenMessage]) -> list[Message]:
     """Return messages whose tool calls have their arguments as text, which the templates of some families need."""
-    result = []
+    result: list[Message] = []
     for message in messages:
         calls = []
         for call in message.get("tool_calls") or ():
             arguments = call["function"]["arguments"]
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             calls.append({**call, "function": {**call["function"], "arguments": text}})
-        result.append({**message, "tool_calls": calls} if calls else message)
+        result.append({**message, "tool_calls": calls} if calls else dict(message))
     return result
 
 
-def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def with_descriptions(tools: Sequence[WrittenMessage]) -> list[WrittenMessage]:
+    """Return tools that all have a description, without which gpt-oss' template fails."""
+    return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
+
+
+def with_thinking(messages: Sequence[WrittenMessage]) -> list[Message]:
     """Return messages whose thoughts have the name that gpt-oss' template reads.
 
     It writes the content beside a call as a thought, and refuses both.
@@ -222,7 +236,7 @@ def order_tool_results(messages: Sequence[Message]) -> list[Message]:
     return result
 
 
-def fold_notes(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def fold_notes(messages: Sequence[WrittenMessage]) -> list[Message]:
     """Return messages with one system message, the first; later ones are a part of the user's message before them.
 
     Clients add notes in the middle of a conversation, where few templates accept a system message. A note without a
