@@ -78,8 +78,8 @@ def phase_of(point: str) -> str:
     return point.partition(" | ")[0].partition(" ")[2]
 
 
-def reference(variant: Variant, root: Path) -> Reference:
-    """Run it undisturbed, and note the points of it and of its resumptions.
+def reference(variant: Variant, root: Path, *, with_resumptions: bool) -> Reference:
+    """Run it undisturbed, and note the points of it and, if asked, of its resumptions.
 
     Raises:
         RuntimeError: it does not even run.
@@ -88,21 +88,15 @@ def reference(variant: Variant, root: Path) -> Reference:
     with _place(variant, root, "reference") as folder:
         ended = _checked(launcher.start(variant, folder, Kill()))
         assert_trains(folder / "run")
-        files = verify.left_behind(folder / "run", is_evidence_timed=variant.is_evidence_timed)
+        files = verify.left_behind(folder / "run", evidence=variant.evidence)
     resume_points = {}
-    for pattern in ENTRIES:
+    for pattern in ENTRIES if with_resumptions else ():
         entry = next(point for point in ended.trace if re.search(pattern, point))
         with _place(variant, root, "reference") as folder:
-            launcher.start(variant, folder, Kill(entry))
+            launcher.start(variant, folder, Kill(re.escape(entry)))
             again = _checked(launcher.start(variant, folder, Kill()))
         resume_points[entry] = _until_resumed(again.trace)
     return Reference(ended.trace, resume_points, files)
-
-
-def trace(variant: Variant, root: Path, change: Change) -> list[str]:
-    """The points of a changed program's undisturbed run."""
-    with _place(variant, root, "trace") as folder:
-        return _checked(launcher.start(variant, folder, Kill(), change)).trace
 
 
 def _checked(ended: Ended) -> Ended:
@@ -117,16 +111,20 @@ def _until_resumed(trace: list[str]) -> list[str]:
 
 
 def run_case(case: Case, expected: Reference, root: Path, change: Change | None = None) -> Result:
-    """Kill, start again, compare."""
+    """Kill, start again, compare.
+
+    The points of a changed program have names of their own: that of its case is a regular expression.
+    """
     variant, how = VARIANTS[case.variant], MODES[case.mode]
     with _place(variant, root, "case") as folder:
         kills = [how] if not case.first else [MODES["node"], how]
         done = 0
         for kill, point in zip(kills, [case.first, case.point] if case.first else [case.point], strict=True):
-            ended = launcher.start(variant, folder, Kill(point, kill.whole_tree, kill.lose_writes), change)
+            pattern = point if change else re.escape(point)
+            ended = launcher.start(variant, folder, Kill(pattern, kill.whole_tree, kill.lose_writes), change)
             done = max(done, verify.completed_step(ended.trace))
         last = launcher.start(variant, folder, Kill(), change)
-        files = verify.left_behind(folder / "run", is_evidence_timed=variant.is_evidence_timed)
+        files = verify.left_behind(folder / "run", evidence=variant.evidence)
         problems = _problems(folder / "run", files, ended, last, done, expected)
     return Result(ended.was_killed, problems)
 

@@ -53,16 +53,18 @@ def warm_up() -> None:
     from megatron_dppo.parallel.platform import Platform
 
     apply_shims(Platform.detect())
-    import matplotlib.figure
-    import matplotlib.pyplot
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
     from transformers import AutoTokenizer  # noqa: F401
 
     for name in _USED:
         importlib.import_module(f"megatron_dppo.{name}")
-    matplotlib.use("Agg")
+    from megatron_dppo.config.loss_registry import loss_classes
+    from megatron_dppo.run import run_records
+
+    # Kept for the life of a process: each run would build them anew.
+    loss_classes()
     # The picture costs more than the run, and nothing is resumed from it.
-    matplotlib.figure.Figure.savefig = lambda self, path, **kwargs: Path(path).write_bytes(b"picture")  # type: ignore[method-assign,assignment]
+    mock.patch.object(run_records, "write_curves", lambda metrics, path, title: path.write_bytes(b"picture")).start()
     adopt_orphans()
     gc.collect()
     gc.freeze()
@@ -78,6 +80,7 @@ class Kill:
     """Point and kind of a run's end."""
 
     point: str | None = None
+    """regular expression: the first point whose name it is"""
     whole_tree: bool = True
     lose_writes: bool = False
 

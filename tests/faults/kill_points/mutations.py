@@ -19,7 +19,7 @@ class Mutation:
 
     apply: Callable[[], None]
     point: str
-    """regular expression; the first point of the changed program that fits"""
+    """regular expression; the first point of the changed program whose name it is"""
     mode: str = "node"
 
 
@@ -98,13 +98,13 @@ def _optimizer_anew() -> None:
     Optimizer.load_state_dict = lambda self, state: None  # type: ignore[method-assign]
 
 
-_MID_SAVE = r"save \| close checkpoints/step_000002(\.partial)?/__0_0\.distcp \| before"
+_MID_SAVE = r".* save \| close checkpoints/step_000002(\.partial)?/__0_0\.distcp \| before #1"
 MUTATIONS = {
-    "no fsync": Mutation(_no_fsync, r"save \| rename checkpoints/step_000001\.partial .* after", "power"),
-    "files in place": Mutation(_in_place, r"evaluate \| write samples\.jsonl \| torn #3"),
-    "prune first": Mutation(_prune_first, r"save \| rename checkpoints/step_000002\.partial .* before"),
+    "no fsync": Mutation(_no_fsync, r".* save \| rename checkpoints/step_000001\.partial .* after #1", "power"),
+    "files in place": Mutation(_in_place, r".* evaluate \| write samples\.jsonl \| torn #3"),
+    "prune first": Mutation(_prune_first, r".* save \| rename checkpoints/step_000002\.partial .* before #1"),
     "not atomic": Mutation(_not_atomic, _MID_SAVE),
-    "metrics not cut": Mutation(_metrics_not_cut, r"save \| rename checkpoints/step_000002\.partial .* before"),
+    "metrics not cut": Mutation(_metrics_not_cut, r".* save \| rename checkpoints/step_000002\.partial .* before #1"),
     "prompts again": Mutation(_prompts_again, _MID_SAVE),
     "optimizer anew": Mutation(_optimizer_anew, _MID_SAVE),
 }

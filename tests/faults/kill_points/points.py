@@ -9,6 +9,7 @@ a node, all others, by SIGKILL.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections import Counter
@@ -51,6 +52,7 @@ class Points:
     """file descriptor, opened to append"""
     rank: int
     target: str | None = None
+    """regular expression of its name"""
     whole_tree: bool = True
     """the node dies, not only the rank"""
     lose_writes: bool = False
@@ -78,7 +80,7 @@ class Points:
             return False
         name = f"{key} #{number}"
         os.write(self.trace, f"P {name}\n".encode())
-        return name == self.target
+        return self.target is not None and re.fullmatch(self.target, name) is not None
 
     def point(self, what: str, limit: int = 10_000) -> None:
         """Pass a point, or die at it."""

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[3]
-_SAMPLE = 24
+_SAMPLE = 15
 
 
 def _run(*arguments: str) -> str:

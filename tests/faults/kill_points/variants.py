@@ -6,12 +6,13 @@ import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
 
 from megatron_dppo.hf.folder import build_hf_model, read_hf_config, stream_model
+from megatron_dppo_lab.embedded_tasks import chain_sum
 
 _MODEL = Path(__file__).parents[3] / "examples/chain_sum/model"
 _SMALL = {
@@ -23,10 +24,12 @@ _SMALL = {
     "num_key_value_heads": 2,
     "num_experts": 4,
 }
+_ROWS = {"train": 32, "eval": 2}
+"""Rows of each file of data: each start reads all."""
 _BASE: dict[str, dict[str, Any]] = {
     "run": {"output_dir": "run", "num_steps": 3},
     "model": {"path": "model", "dtype": "fp32"},
-    "data": {"train": "task:chain_sum", "eval": "task:chain_sum"},
+    "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
     "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 3, "dtype": "fp32"},
     "optimizer": {"lr": 0.01},
     "eval": {"every": 1, "max_prompts": 2},
@@ -46,14 +49,16 @@ class Variant:
     """of the weight sync with a server; empty = the local engine"""
 
     @property
-    def is_evidence_timed(self) -> bool:
-        """True if the evidence of the sampling test depends on the clock.
+    def evidence(self) -> Literal["exact", "rounded", "names"]:
+        """Comparison of the sampling test's evidence, as much of it as does not depend on the clock.
 
-        It counts responses as they arrive, also those that no step trains on: those that come first are the short ones,
-        so their tokens alone would be no sample. Where servers sample ahead, a step counts what of the next one has
-        arrived by then.
+        It adds up responses as they arrive from servers: the last digits depend on the order. It also counts those that
+        no step trains on: those that come first are the short ones, so their tokens alone would be no sample. Where
+        servers sample ahead, a step counts what of the next one has arrived by then: only the names are compared.
         """
-        return bool(self.method) and self.changes.get("train", {}).get("max_staleness", 0) > 0
+        if not self.method:
+            return "exact"
+        return "names" if self.changes.get("train", {}).get("max_staleness", 0) > 0 else "rounded"
 
     def prepare(self, folder: Path, port: int = 0) -> None:
         """Write model and configuration to a new folder, where the run is started."""
@@ -62,6 +67,9 @@ class Variant:
         (folder / "model/config.json").write_text(json.dumps(config | _SMALL))
         weights = stream_model(build_hf_model(read_hf_config(folder / "model"), torch.float32, seed=0))
         save_file({name: tensor.contiguous() for name, tensor in weights}, folder / "model/model.safetensors")
+        for split, count in _ROWS.items():
+            rows = [{"prompt": prompt, "label": label} for prompt, label in chain_sum.problems(split)[:count]]
+            (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         sections = {name: dict(values) for name, values in _BASE.items()}
         changes = dict(self.changes)
         if self.method:

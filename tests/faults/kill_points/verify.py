@@ -20,17 +20,17 @@ _ADDRESS = re.compile(rb"127\.0\.0\.1:\d+")
 _RESUMED = re.compile(r"resumed  \S+ \(step (\d+),")
 
 
-def left_behind(run: Path, *, is_evidence_timed: bool = False) -> dict[str, str]:
-    """Each file of a run's folder and the digest of its content; ``is_evidence_timed``: see ``Variant``."""
+def left_behind(run: Path, *, evidence: str = "exact") -> dict[str, str]:
+    """Each file of a run's folder and the digest of its content; ``evidence``: see ``Variant``."""
     # A start without a checkpoint keeps the metrics of the attempt before it, which an undisturbed run does not have.
     paths = [path for path in sorted(run.rglob("*")) if path.relative_to(run).parts[0] != UNSAVED]
     files = [path for path in paths if not path.is_dir()]
-    return {path.relative_to(run).as_posix(): _content(path, run, is_evidence_timed) for path in files} | {
+    return {path.relative_to(run).as_posix(): _content(path, run, evidence) for path in files} | {
         path.relative_to(run).as_posix() + "/": "" for path in paths if path.is_dir()
     }
 
 
-def _content(path: Path, run: Path, is_evidence_timed: bool) -> str:
+def _content(path: Path, run: Path, evidence: str) -> str:
     name = path.relative_to(run).as_posix()
     if path.name in _CLOCK:
         return ""
@@ -38,15 +38,19 @@ def _content(path: Path, run: Path, is_evidence_timed: bool) -> str:
         records = [_untimed(json.loads(line)) for line in path.read_text().splitlines()]
         return _digest(json.dumps(records).encode())
     data = path.read_bytes()
-    if path.name == "state.json" and is_evidence_timed:
-        # Its servers and statistics are compared, the sums are not.
+    if path.name == "state.json" and evidence != "exact":
         state = json.loads(data)
-        evidence = state["guard"]["evidence"]
-        state["guard"]["evidence"] = {server: sorted(statistics) for server, statistics in evidence.items()}
+        comparable = sorted if evidence == "names" else _rounded
+        of_servers = state["guard"]["evidence"]
+        state["guard"]["evidence"] = {server: comparable(statistics) for server, statistics in of_servers.items()}
         data = json.dumps(state).encode()
     content = _ADDRESS.sub(b"server", data)
     # Each case runs in a folder of its own, and a run records absolute paths.
     return _digest(content.replace(str(run.parent).encode(), b"folder"))
+
+
+def _rounded(statistics: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: [round(value, 9) for value in values] for name, values in statistics.items()}
 
 
 def _untimed(record: dict[str, Any]) -> dict[str, Any]:
