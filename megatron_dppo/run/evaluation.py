@@ -1,7 +1,5 @@
 """Evaluation on held-out prompts. Each data-parallel rank samples its share, possibly beside training."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

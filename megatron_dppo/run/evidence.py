@@ -7,8 +7,6 @@ a restarted product exceeds c within n steps with a probability of at most n / c
 inequality). The limit follows from that, for ``RUN_STEPS`` steps, all servers, statistics and rates together.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Every rank runs this loop. Almost every call in it is a collective, so all ranks take the same branches.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Sampling without training, in one process: evaluation and generation with the weights of a folder or checkpoint."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Records of a run: its start, the metrics of each step, and what it leaves at its end."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,14 +40,7 @@ from megatron_dppo.setup.contents import Contents
 from megatron_dppo.setup.resume import ResumePoint
 from megatron_dppo.setup.run_folder import UNSAVED, set_metrics_aside
 from megatron_dppo.setup.starts import changes_since_last_start, record_start
-from megatron_dppo.types import (
-    FinishReason,
-    Metric,
-    Rollout,
-    RolloutGroup,
-    StepResult,
-    TrainingSample,
-)
+from megatron_dppo.types import FinishReason, Metric, Rollout, RolloutGroup, StepResult, TrainingSample
 
 _RECORD_BYTES = 1_000_000
 """Far more than a step's records take."""

@@ -11,8 +11,6 @@
   permutations that are added after the sampling are not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

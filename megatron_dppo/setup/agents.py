@@ -1,7 +1,5 @@
 """The package that runs the agents of ``[agent]``: an entry point, so that the trainer does not depend on it."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path

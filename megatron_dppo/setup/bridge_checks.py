@@ -1,7 +1,5 @@
 """Settings that a model of Megatron Bridge does not support, refused by name before a run starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from operator import attrgetter
 

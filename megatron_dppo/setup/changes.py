@@ -9,8 +9,6 @@ A path is the same if it leads to the same file, or to a copy of it: where the f
 files hold is: a file with other content is a change of the key that names it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path

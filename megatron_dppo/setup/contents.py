@@ -1,7 +1,5 @@
 """Files and folders that a configuration names, compared by what they hold instead of where they are."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Mapping

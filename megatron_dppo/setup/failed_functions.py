@@ -4,8 +4,6 @@ Such a stop asks the user to fix the function and to rerun the same command. So 
 that of the checkpoint; any other change still needs ``checkpoint.accept_changes``.
 """
 
-from __future__ import annotations
-
 import json
 from fnmatch import fnmatchcase
 from pathlib import Path

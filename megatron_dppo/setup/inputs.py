@@ -4,8 +4,6 @@ Every rank reads the model's configuration and the tokenizer. The data sets are 
 others (``share_inputs``).
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence

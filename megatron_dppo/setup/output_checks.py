@@ -1,7 +1,5 @@
 """Checks of the output folder and its free space. Nothing is created."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

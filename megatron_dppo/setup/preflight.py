@@ -5,8 +5,6 @@ something that an earlier check could not read. Data, output folder and servers 
 get the problems of every rank.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ old run is moved to ``old/TIME`` in the same folder: no file of the user is dele
 lock.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Models behind URLs (teacher, judge, reward model), as their servers describe them. A resume compares them."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

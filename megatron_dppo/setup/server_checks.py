@@ -1,7 +1,5 @@
 """Checks of the inference servers and of the model that they serve, before the first step."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The record of every start of a run (``starts.jsonl``), and the configuration in force (``config.toml``)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

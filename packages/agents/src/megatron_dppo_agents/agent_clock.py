@@ -1,7 +1,5 @@
 """The time of an agent: its episode without the time in which it waited for responses."""
 
-from __future__ import annotations
-
 import time
 
 

@@ -1,7 +1,5 @@
 """A request of an agent, in the same form for every API, and the errors of a rejected one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The response of the policy to one call, before it has the form of an API."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field

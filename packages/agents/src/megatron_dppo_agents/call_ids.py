@@ -4,8 +4,6 @@ The models of some families write the id of a call, such as Kimi's ``functions.N
 Programs keep results by id. So they get an id of its own for each call, and the chat template gets the written one.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """OpenAI's Chat Completions and text completions: requests as messages or a text, and responses as choices."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator, Mapping

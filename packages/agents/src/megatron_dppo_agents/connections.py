@@ -1,7 +1,5 @@
 """Connections of the endpoint: a budget of file descriptors in which calls with a key come first."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import socket

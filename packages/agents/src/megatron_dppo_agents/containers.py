@@ -5,8 +5,6 @@ trainer ends in any way, by a process of its own (``_WATCHER``). Containers that
 machine that was switched off, are removed when the run starts again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

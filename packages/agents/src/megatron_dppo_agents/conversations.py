@@ -5,8 +5,6 @@ are compared by what a client cannot change: visible text and tool calls. The to
 again. Only the text that the chat template writes after the last response is.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Any process on the machine can connect. So everything before a valid key is limi
 body is not read. A program with a key can spoil its own episode only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import secrets

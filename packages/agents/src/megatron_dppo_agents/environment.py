@@ -20,13 +20,7 @@ from typing import Any
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.errors import GenerateError
 from megatron_dppo_agents.episode_rewards import AgentRun
-from megatron_dppo_agents.runner import (
-    AgentExit,
-    AgentTask,
-    isolated_command,
-    marked_variables,
-    stop_signals_unblocked,
-)
+from megatron_dppo_agents.runner import AgentExit, AgentTask, isolated_command, marked_variables, stop_signals_unblocked
 
 _PROGRAM = str(Path(__file__).with_name("verifiers_program.py"))
 _START_SECONDS = 300.0

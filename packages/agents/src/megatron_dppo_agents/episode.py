@@ -4,8 +4,6 @@ A call that continues an earlier one extends its sequence, see ``conversations``
 of them are segments of the episode, and train. Responses stay the tokens that were sampled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The end of an episode: which of its segments train, and what is counted."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

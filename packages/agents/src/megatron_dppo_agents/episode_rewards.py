@@ -1,7 +1,5 @@
 """Rewards of an episode, of single responses, and of the runs of an environment's agents."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

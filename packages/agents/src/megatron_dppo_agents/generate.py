@@ -1,7 +1,5 @@
 """Generate function of ``[agent]``: responses from the calls of an agent, for any engine (``rollout/turns.py``)."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import subprocess

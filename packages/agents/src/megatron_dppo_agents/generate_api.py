@@ -1,7 +1,5 @@
 """Tokens in, tokens out, as the clients of renderers and verifiers ask: ``/inference/v1/generate``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_dppo_agents.agent_request import AgentRequest, CallError

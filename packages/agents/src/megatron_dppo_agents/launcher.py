@@ -12,8 +12,6 @@ program's session. Three processes take part: this one waits, the second is the 
 third becomes the program. The kernel ends whatever is left when the second one ends.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """HTTP server on which everything before a valid key is limited: connections, headers and time."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """A network namespace in which nothing but the endpoint can be reached. It needs root, or ``CAP_SYS_ADMIN``."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

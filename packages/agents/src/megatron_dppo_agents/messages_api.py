@@ -1,7 +1,5 @@
 """Anthropic's Messages: requests as messages of a chat, and responses as content blocks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Rewards that an agent gives by name: ``{"rewards": {"format": 1, "answer": 0}}``, with weights of the run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Preparation of a call in a thread: it is parsed, rendered and tokenized, and nothing of the episode changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,11 +7,7 @@ from typing import NamedTuple
 
 from megatron_dppo_agents.agent_request import AgentRequest, CallError
 from megatron_dppo_agents.call_ids import CallIds
-from megatron_dppo_agents.conversations import (
-    Continuation,
-    Conversation,
-    find_continuation,
-)
+from megatron_dppo_agents.conversations import Continuation, Conversation, find_continuation
 from megatron_dppo_agents.response_reader import ResponseReader
 from megatron_dppo_agents.template import ChatTemplate
 from megatron_dppo_conversations.rules import ConversationError, order_tool_results

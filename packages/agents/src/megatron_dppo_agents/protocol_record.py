@@ -1,7 +1,5 @@
 """The record of a protocol, and what several protocols share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

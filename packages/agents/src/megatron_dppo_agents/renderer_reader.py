@@ -1,7 +1,5 @@
 """Reading of responses by the package ``renderers`` (``agent.renderer``), for models whose form is not among ours."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Fields that the bodies of several APIs have, checked and normalized. A wrong one raises ``CallError``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 

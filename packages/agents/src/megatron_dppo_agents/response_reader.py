@@ -1,7 +1,5 @@
 """Reading of sampled tokens as a message: thoughts, content and tool calls, by the format of the model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import cached_property

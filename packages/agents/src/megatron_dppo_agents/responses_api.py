@@ -1,20 +1,12 @@
 """OpenAI's Responses: requests and responses as items, and conversations by the id of the last response."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_dppo_agents.agent_request import MODEL, AgentRequest, CallError
 from megatron_dppo_agents.agent_response import AgentResponse
-from megatron_dppo_agents.protocol_record import (
-    Protocol,
-    StoredResponses,
-    arguments_text,
-    logprob_entries,
-    named_event,
-)
+from megatron_dppo_agents.protocol_record import Protocol, StoredResponses, arguments_text, logprob_entries, named_event
 from megatron_dppo_agents.request_fields import (
     read_bool,
     read_limit,

@@ -1,7 +1,5 @@
 """Agents: a program or a user function that runs one episode."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import inspect

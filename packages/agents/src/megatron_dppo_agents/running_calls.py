@@ -1,7 +1,5 @@
 """The calls of an episode that are in progress, and how they end."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager

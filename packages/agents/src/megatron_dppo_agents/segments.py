@@ -9,8 +9,6 @@ completion has 12 tokens and ``segment_lengths = (7, 5)``. Its routes have 11 ro
 row for its last token, which the model has not read, and 4 of the second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate

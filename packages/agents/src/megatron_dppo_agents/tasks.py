@@ -1,7 +1,5 @@
 """``megatron-dppo tasks CONFIG FILE``: write the tasks of ``agent.environment`` as rows of data."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

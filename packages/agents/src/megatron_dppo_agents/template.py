@@ -1,7 +1,5 @@
 """Rendering of messages with the model's chat template, so that a conversation only grows at its end."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime

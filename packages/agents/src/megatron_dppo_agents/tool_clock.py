@@ -3,8 +3,6 @@
 The program runs the tools, so its own time between the two is part of it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -19,8 +19,6 @@ A run is what an agent did in the episode, a "trace" of verifiers:
     {"session": ID, "agent": NAME, "is_trained": true, "reward": 1.0}
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

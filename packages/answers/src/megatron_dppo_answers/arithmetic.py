@@ -1,7 +1,5 @@
 """Exact arithmetic of answers. ``CannotRead`` stands for results that are undefined or too large to compute."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import sympy

@@ -1,7 +1,5 @@
 """Tests of code in the formats of public data sets: inputs with outputs, calls with results, assertions."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

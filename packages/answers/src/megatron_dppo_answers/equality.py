@@ -1,7 +1,5 @@
 r"""Equality of two answers of any kind by value; nothing is equal because it looks alike or contains the other."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import pairwise

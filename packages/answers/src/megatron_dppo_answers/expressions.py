@@ -5,8 +5,6 @@ latex2sympy2_extended 1.11, the grammar of math-verify, reads more LaTeX. But it
 the opposite: exact values, and ``CannotRead`` for everything else.
 """
 
-from __future__ import annotations
-
 import re
 
 import sympy

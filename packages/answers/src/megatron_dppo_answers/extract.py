@@ -1,7 +1,5 @@
 r"""The final answer in a response: the last ``\boxed{...}`` after the thinking, or else the last ``Answer:`` line."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ Everything else is read as a value and compared exactly (``answers``). The score
 that merely contains the right one: an answer that relates two results (``11=12``) scores only if both are right.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ Only what has no meaning goes away: math delimiters, fonts, sizes, spaces, Markd
 words with a meaning stay, so that equal text means equal answers.
 """
 
-from __future__ import annotations
-
 import re
 
 _MAX_LENGTH = 4000

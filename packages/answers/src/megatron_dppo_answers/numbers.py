@@ -3,8 +3,6 @@ r"""Equality of numbers with units and of formulas: exact for numbers, by evalua
 A rounded decimal equals a number only if it has at least six significant digits and the number rounds to it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from fractions import Fraction

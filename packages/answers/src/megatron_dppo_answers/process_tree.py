@@ -1,7 +1,5 @@
 """End a process together with everything that it started."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

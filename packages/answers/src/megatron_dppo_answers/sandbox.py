@@ -1,7 +1,5 @@
 """Run an untrusted Python program: no network, a root of its own, resource limits, and a guaranteed end."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Tags around the thoughts of a response."""
 
-from __future__ import annotations
-
 THINKING_TAGS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),

@@ -1,7 +1,5 @@
 """Units of measurement: the value and the dimension of words such as ``cm^2`` or ``miles per hour``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

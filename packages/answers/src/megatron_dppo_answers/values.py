@@ -3,8 +3,6 @@ r"""Structure of an answer: numbers with units, tuples, sets, intervals, equatio
 Each kind is read whole or not at all. Text that can mean two things (``1,234`` is a number or a list) has two readings.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

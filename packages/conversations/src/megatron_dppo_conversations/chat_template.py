@@ -1,7 +1,5 @@
 """Chat templates whose date is fixed: the same messages have the same text on every day of a run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime

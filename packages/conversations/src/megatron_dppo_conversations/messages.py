@@ -1,7 +1,5 @@
 """Messages and tools of data rows, without the null fields of columnar files, and errors that name other formats."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Collection, Mapping, Sequence

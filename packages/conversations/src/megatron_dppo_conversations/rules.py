@@ -1,7 +1,5 @@
 """Rules of conversations that data rows and every API of agents share: messages, tools and tool calls."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby

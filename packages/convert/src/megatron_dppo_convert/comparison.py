@@ -1,7 +1,5 @@
 """Comparison of the weights that a converter holds with the Hugging Face folder and with transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Adapters of experts in the layout of PEFT 0.18: one parameter has those of all experts of a layer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

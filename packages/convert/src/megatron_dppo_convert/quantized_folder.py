@@ -1,7 +1,5 @@
 """Quantized copy of a Hugging Face folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Configuration of a dense Hugging Face folder's mixture of experts: exact, or refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Every expert is a copy of the dense MLP plus noise, and the weights of the chose
 mixture therefore computes what the dense model computes, whatever its random router chooses.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -1,7 +1,5 @@
 """Errors whose message is meant for the user: what was wrong, what was expected, what to change."""
 
-from __future__ import annotations
-
 
 class UserError(Exception):
     """An error that the user can fix: a configuration, a file, an environment. Exit code 2."""

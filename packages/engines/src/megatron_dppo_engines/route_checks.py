@@ -6,8 +6,6 @@ belongs to an *input* token, so the routes of a sequence of S tokens have T = S 
 Rows with combine weights (``types.router_weights``) are wider; experts stand first in them.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 

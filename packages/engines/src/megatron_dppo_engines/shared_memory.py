@@ -4,8 +4,6 @@ A handle locates the bytes with the fields that ``torch.multiprocessing`` uses. 
 same fields: 2.5 or later on GPUs.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Sums over tokens or responses, added field by field."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Self, TypeVar

@@ -1,7 +1,5 @@
 """Digests of the weights that a server holds: one per tensor and rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -4,8 +4,6 @@
 weights in the authors' own names (``consolidated.safetensors``), adapters.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """``megatron-dppo base``: make the base model that runs of an embedded task start from."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Tasks, losses and mismatches that experiments choose from. Another loss is one more line of ``LOSSES``."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path

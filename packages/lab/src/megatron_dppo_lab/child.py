@@ -1,7 +1,5 @@
 """One run of an experiment in a forked process, which inherits all imports."""
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing

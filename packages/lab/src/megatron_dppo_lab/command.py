@@ -1,7 +1,5 @@
 """``megatron-dppo experiment NAME``: compare losses under controlled mismatches."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """``megatron-dppo demo``: train three losses from one base model under one mismatch; draw and summarize them."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import threading

@@ -1,7 +1,5 @@
 """``megatron-dppo demo``: compare three losses in minutes on a CPU."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

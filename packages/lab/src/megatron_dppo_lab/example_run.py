@@ -1,7 +1,5 @@
 """Examples that ``megatron-dppo examples`` can run: build the model, train, write the report."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``megatron-dppo examples``: list, copy or run the examples and launch scripts of the package."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Declaration of an experiment: its runs and its claims."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self

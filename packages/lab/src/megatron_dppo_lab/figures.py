@@ -1,7 +1,5 @@
 """Figures and tables of experiments: reward over steps, mean and range over seeds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from math import ceil

@@ -1,7 +1,5 @@
 """Grid of runs: losses x mismatches x tasks x seeds, each run an ordinary configuration."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Declared experiments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from megatron_dppo_lab.catalogue import REAL_MIXTURE, REAL_MODEL, SECOND_LOSSES

@@ -1,7 +1,5 @@
 """Imports of a process that forks runs on a CPU. None of them starts a thread."""
 
-from __future__ import annotations
-
 import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""

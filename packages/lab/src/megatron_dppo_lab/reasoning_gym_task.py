@@ -1,7 +1,5 @@
 """Prompts from reasoning-gym's generators: ``task:reasoning_gym:chain_sum?size=2000&seed=1&min_terms=2``."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Execution of an experiment: the search, the reported runs, and its results."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Concurrent execution of a grid's missing runs. After an interruption the next call resumes."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Folders beside the package that its wheel has, too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_dppo import errors

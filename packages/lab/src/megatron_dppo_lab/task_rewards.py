@@ -4,8 +4,6 @@ reasoning-gym's default scorer gives credit to any text that *contains* the answ
 many. Here the scorer sees only the extracted answer, and only the full score counts unless partial credit is enabled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any

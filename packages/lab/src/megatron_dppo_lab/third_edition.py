@@ -1,7 +1,5 @@
 """The wind tunnel's third edition: questions of DPPO's users, in the order of their columns."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from megatron_dppo_lab.experiment import Block, Claim, Experiment

@@ -1,7 +1,5 @@
 """Losses of the wind tunnel's third edition. ``tuned``: the best of four candidates on seeds of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 If bands overlap because of the spread over seeds, a difference with the same sign on every seed has its own verdict.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 

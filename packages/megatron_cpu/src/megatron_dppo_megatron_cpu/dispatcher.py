@@ -1,7 +1,5 @@
 """Release of what Megatron's token dispatchers keep of a layer after its forward pass."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ Reason: without Transformer Engine and Apex, Megatron uses ``torch.optim.AdamW``
     between parameters, so that the next update differs. This class keeps ``step`` in the parameter group, as Apex does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collectives that gloo lacks or runs slowly, and filters for Megatron's warnings."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Linear layers of several experts on tokens sorted by expert: one GEMM per expert, or torch's grouped GEMM."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Reason: MLA supports replicated latents only with Transformer Engine's layer. Wi
     of the gradient of the rotated keys is lost under tensor parallelism.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -9,8 +9,6 @@ Affected: Megatron Core 0.16.1 to 0.19.2 without Transformer Engine.
 Delete when: Megatron has these layers without Transformer Engine.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Shims for Megatron's optimizer offloading (``HybridDeviceOptimizer``)."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -5,8 +5,6 @@ them, most of these only without Transformer Engine. ``SHIMS`` lists every shim 
 and when to delete it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import sys

@@ -7,8 +7,6 @@ Affected: Megatron Core 0.16.1 to 0.19.2.
 Delete when: Megatron takes the device from its process groups instead of torch.cuda.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.abc

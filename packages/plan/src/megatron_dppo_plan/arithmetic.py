@@ -1,7 +1,5 @@
 """Bytes that follow from the configuration alone: rollouts, token columns, weight sync, checkpoints, memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -5,8 +5,6 @@ whose output size depends on data. Any other read stops the rehearsal and names 
 alone (a row's token ids, sequence starts, routes) are computed as usual.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

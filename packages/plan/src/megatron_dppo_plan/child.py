@@ -3,8 +3,6 @@
 It imports everything once and forks for each request: a rehearsal patches classes and starts fake process groups.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -3,8 +3,6 @@
 Source: ``fla/ops/gated_delta_rule`` (``chunk.py``, ``wy_fast.py``), ``convolution.py`` and ``fused_norm_gate.py``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Layers of a model that are rehearsed when the others are extrapolated from them."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """GPUs and their links by data sheet, the fraction a run is expected to reach, and FLOP counts of operations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

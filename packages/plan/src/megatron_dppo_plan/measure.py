@@ -1,7 +1,5 @@
 """Measurement of one optimizer update of a policy, on real and on rehearsed ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps

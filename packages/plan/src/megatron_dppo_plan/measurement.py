@@ -1,7 +1,5 @@
 """Measured memory, collectives and work of one update of one rank, and its extrapolation to all layers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Sizes of well-known models, for plans without their folder, and sample rows for a rehearsal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

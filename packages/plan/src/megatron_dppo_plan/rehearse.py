@@ -3,8 +3,6 @@
 Call ``rehearse`` once per process; the process cannot be reused.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

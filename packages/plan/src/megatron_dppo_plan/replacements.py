@@ -3,8 +3,6 @@
 Those in Megatron are in ``megatron_replacements.py``. Assumed values are in ``assumed_values.py``.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Search over settings of a run: rehearse them, then rank those that fit by speed."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Time of a whole step (sampling, updates, weight sync, save), and cost, disk and host memory of a run."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import shlex

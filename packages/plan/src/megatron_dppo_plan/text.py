@@ -1,7 +1,5 @@
 """A plan as text and Markdown tables, for the terminal and for documents."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise

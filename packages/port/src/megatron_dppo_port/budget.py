@@ -1,7 +1,5 @@
 """Limits of time and memory for files that strangers wrote."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import resource

@@ -1,7 +1,5 @@
 """Parsers of values as hydra, YAML, TOML and argparse write them."""
 
-from __future__ import annotations
-
 import ast
 import math
 import re

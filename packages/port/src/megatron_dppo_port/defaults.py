@@ -5,8 +5,6 @@ of the commit, and Megatron's arguments. prime-rl: ``packages/prime-rl-configs``
 the pull requests that changed a default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parts of a run that other stacks derive from several settings: inference servers and adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import get_args
 

@@ -4,8 +4,6 @@ A setting is known, unread (its value is not determined by the file) or absent. 
 of this package that depends on an unread value is left to the user, never set to a default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

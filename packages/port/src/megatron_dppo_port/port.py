@@ -1,7 +1,5 @@
 """Translation of another framework's launch file into a configuration of this package."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rules for prime-rl's configuration, ``rl.toml``."""
 
-from __future__ import annotations
-
 import re
 
 from megatron_dppo_port.converters import flag, integer, items, number, text

@@ -1,7 +1,5 @@
 """Reader of a shell script's training command. Never runs the script."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

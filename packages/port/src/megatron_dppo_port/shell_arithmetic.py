@@ -1,7 +1,5 @@
 """Integer arithmetic of a shell script, with variables that may be unknown."""
 
-from __future__ import annotations
-
 import operator
 import re
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Commands of a shell script: builtins, functions, sourced files and strings that are scripts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace

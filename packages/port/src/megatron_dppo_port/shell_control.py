@@ -4,8 +4,6 @@ Conditions with a known value select their branch. After a condition with an unk
 differently is unknown, with the reason.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Expansion of shell words: variables, arithmetic, and commands that only name paths or numbers."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Sequence

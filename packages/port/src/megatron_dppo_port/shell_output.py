@@ -1,7 +1,5 @@
 """Output of the commands in a shell script that only name paths or numbers."""
 
-from __future__ import annotations
-
 import posixpath
 import re
 from collections.abc import Sequence

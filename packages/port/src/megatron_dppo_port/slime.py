@@ -1,7 +1,5 @@
 """Rules for slime's arguments. Keys are flags without dashes."""
 
-from __future__ import annotations
-
 import math
 
 from megatron_dppo_port.converters import filter_size, flag, integer, items, literal, number, one_or_list, text

@@ -1,7 +1,5 @@
 """Rules for slime's loss, advantages and penalties."""
 
-from __future__ import annotations
-
 from megatron_dppo_port.converters import flag, integer, nonzero, number, text
 from megatron_dppo_port.draft import Draft, UnreadSettingError
 from megatron_dppo_port.verl_loss import kl_estimator

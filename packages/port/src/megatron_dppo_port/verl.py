@@ -1,7 +1,5 @@
 """Rules for verl's settings (``main_ppo`` and its asynchronous variants, FSDP and Megatron workers)."""
 
-from __future__ import annotations
-
 import math
 
 from megatron_dppo_port.converters import filter_size, flag, integer, number, one_or_list, text

@@ -1,7 +1,5 @@
 """Rules for verl's loss, advantages and penalties."""
 
-from __future__ import annotations
-
 from megatron_dppo_port.converters import flag, integer, number, text
 from megatron_dppo_port.draft import Draft, UnreadSettingError
 

@@ -1,7 +1,5 @@
 """Rules for verl's engine, rewards, evaluation, length and folders of a run."""
 
-from __future__ import annotations
-
 import math
 
 from megatron_dppo_port.converters import flag, integer, items, literal, name_files, number, text

@@ -1,7 +1,5 @@
 """Data of agents for the report: shares of a run's episodes and tokens, failures by error, and turns of an episode."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Text of rollouts is data, never markup. It is JSON in which no character can clo
 program creates text nodes from it.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import math

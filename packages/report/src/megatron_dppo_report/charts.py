@@ -1,7 +1,5 @@
 """The charts of a report."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypedDict
 

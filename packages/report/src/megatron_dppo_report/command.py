@@ -1,7 +1,5 @@
 """``megatron-dppo report``: runs as a single HTML file."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

@@ -3,8 +3,6 @@
 All counts are over tokens of the loss mask with an advantage. They add up over steps.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

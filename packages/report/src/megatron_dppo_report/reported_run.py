@@ -1,7 +1,5 @@
 """A run's folder as the report needs it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Data of one recorded step for the report: masked tokens, a scatter of tokens, and some responses by token."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

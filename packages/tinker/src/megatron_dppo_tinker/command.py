@@ -1,7 +1,5 @@
 """``megatron-dppo tinker CONFIG``: serve the Tinker API with the model of a configuration."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Errors that a client gets, in the shapes that its SDK reads."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

@@ -1,7 +1,5 @@
 """Requests that wait for their turn, and their results until the client has fetched them."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import OrderedDict, deque

@@ -10,8 +10,6 @@ Every other loss of ``[loss]`` is served by its own name and keys if it needs no
 ``dppo_binary_tv``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ Source: protobuf.dev/programming-guides/encoding. Only the wire types of the Tin
 length-delimited.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Sampling with the base model or with saved adapters, by the local engine."""
 
-from __future__ import annotations
-
 import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The server process: model parts, service and HTTP server, from start to stop."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Callable

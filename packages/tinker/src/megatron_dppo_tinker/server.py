@@ -5,8 +5,6 @@ key. Long requests are polled: ``retrieve_future`` answers when the result is th
 which the SDK asks again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import sys

@@ -1,7 +1,5 @@
 """The service behind the API: sessions, models, samplers and checkpoints, in the thread of the model."""
 
-from __future__ import annotations
-
 import re
 import secrets
 import time

@@ -3,8 +3,6 @@
 The field numbers are those of the SDK's schema, version 0.38.0 (``tinker_public.proto``).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ tests`` runs tests whose calls of the solution go to such a process. Tests and s
 solution cannot change its tests.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import json

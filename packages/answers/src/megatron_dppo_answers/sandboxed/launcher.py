@@ -10,8 +10,6 @@ the network is kept from the services of this machine (``local_services``).
 is the program's, or 128 + the signal that ended it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

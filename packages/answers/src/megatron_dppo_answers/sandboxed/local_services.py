@@ -5,8 +5,6 @@ process of this machine listened when it was started. Landlock does not see Mult
 packet (TCP Fast Open). A seccomp filter denies these, and io_uring, which no such filter sees.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """The protocol of response formats, and the reading of thoughts and tags that most of them share."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Format of gpt-oss (Harmony): a response is messages of the channels ``analysis``, ``commentary`` and ``final``."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

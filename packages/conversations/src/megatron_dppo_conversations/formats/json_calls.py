@@ -1,7 +1,5 @@
 """Formats whose tool calls are JSON objects: Hermes, DeepSeek, Kimi, Mistral and Llama."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

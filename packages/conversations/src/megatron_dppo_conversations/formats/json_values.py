@@ -1,7 +1,5 @@
 """JSON from agents and from the policy: inflated, parsed and checked within limits, because it may hold anything."""
 
-from __future__ import annotations
-
 import json
 import math
 import zlib

@@ -3,20 +3,12 @@
 Values have no quotes, so their types are those of the tool's JSON schema.
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo_conversations.formats.base import (
-    TaggedFormat,
-    ToolCall,
-    make_tool_call,
-    skip_space,
-    typed_value,
-)
+from megatron_dppo_conversations.formats.base import TaggedFormat, ToolCall, make_tool_call, skip_space, typed_value
 from megatron_dppo_conversations.formats.json_values import parse_json
 from megatron_dppo_conversations.formats.schemas import Tools, parameters_schema
 

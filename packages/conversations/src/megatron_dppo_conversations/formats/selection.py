@@ -1,7 +1,5 @@
 """Choice of a response format by the chat template of the model's folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from megatron_dppo_conversations.formats.base import ResponseFormat, TaggedFormat

@@ -1,7 +1,5 @@
 """Typed reads of one row of a dump. Errors name location, column, value and fix."""
 
-from __future__ import annotations
-
 import math
 import reprlib
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reader of rollouts that other stacks wrote to disk: token ids, log-probabilities, and optional columns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

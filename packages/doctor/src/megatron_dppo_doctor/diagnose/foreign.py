@@ -4,8 +4,6 @@ Such rollouts have tokens and the engine's log-probabilities, and sometimes more
 them again, so causes without a column are not separated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -6,8 +6,6 @@ one cause, so ``log pi - log mu`` of a token is the sum of its links. The part o
 cancel along the chain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum

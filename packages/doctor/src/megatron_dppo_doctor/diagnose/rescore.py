@@ -1,7 +1,5 @@
 """Log-probabilities of given tokens under a transformers model, with recorded experts and combine weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

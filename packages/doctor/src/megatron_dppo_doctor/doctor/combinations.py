@@ -1,7 +1,5 @@
 """Combinations of versions and settings that are known to fail or to be slow: condition, reason, fix, source."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``doctor`` in a job of several processes: facts of the ranks side by side, shared files, and the network."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """This process as a rank of a job: started by torchrun or by srun, and how the ranks find each other."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

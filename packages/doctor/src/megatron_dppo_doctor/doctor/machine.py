@@ -1,7 +1,5 @@
 """Versions and capabilities of this machine. Starts nothing and imports no engine."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The network between the ranks of a job, measured: one store, gloo, NCCL, and the group that sends weights."""
 
-from __future__ import annotations
-
 import socket
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Facts of each rank of a job, side by side: versions, variables, limits, host names, clocks."""
 
-from __future__ import annotations
-
 import ipaddress
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """The self-test: starts one process for each device, as a run does, and collects their checks."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

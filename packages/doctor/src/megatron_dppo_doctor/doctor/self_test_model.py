@@ -1,7 +1,5 @@
 """Self-test of a small MoE model: local engine, probe against Megatron under router replay, an update, and a probe."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 

@@ -3,8 +3,6 @@
 Rank 0 writes each finished check as a line of ``FOLDER/checks.jsonl``.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

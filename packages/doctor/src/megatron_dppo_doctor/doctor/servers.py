@@ -1,7 +1,5 @@
 """Inspection of inference servers over HTTP: program, version, model, and fitness for a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A folder that all nodes have to see alike: written content, renames and locks."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets

@@ -1,7 +1,5 @@
 """``megatron-dppo replay``: recompute a recorded step and compare it with the run."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Comparison of a recomputed step with the run's record."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The part of a server's client that SGLang and vLLM have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ The checks are pure functions over the columns of one response. They need no tra
 the trainer can check that the log-probabilities are those of the policy: see ``weights.probe``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """Typed reads of untrusted JSON; errors name the field."""
 
-from __future__ import annotations
-
 import binascii
 from collections.abc import Mapping
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """Messages between a trainer and its own processes: a small JSON object, followed by the raw bytes of columns."""
 
-from __future__ import annotations
-
 import asyncio
 import struct
 from collections.abc import Callable, Generator, Mapping

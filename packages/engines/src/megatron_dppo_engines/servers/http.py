@@ -1,7 +1,5 @@
 """JSON over HTTP to one inference server, with a deadline on every call and retries only where they are safe."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

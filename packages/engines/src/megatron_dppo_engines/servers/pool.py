@@ -3,8 +3,6 @@
 Belongs to one event loop. No method but ``generate``, ``abort`` and ``pause`` waits, so no locks are needed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """State of one server of a pool, its health checks, and the gate that holds requests during a weight update."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

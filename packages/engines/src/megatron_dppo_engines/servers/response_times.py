@@ -1,7 +1,5 @@
 """Time that servers take to respond, and the server that is slow."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass

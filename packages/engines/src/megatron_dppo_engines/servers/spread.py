@@ -1,7 +1,5 @@
 """Even distribution of a step's requests over servers that many trainer ranks share."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

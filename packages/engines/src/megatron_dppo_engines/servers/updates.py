@@ -1,7 +1,5 @@
 """Weight updates from a folder and memory release, as far as SGLang and vLLM have them in common."""
 
-from __future__ import annotations
-
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """Parts of the requests and responses that SGLang and vLLM have in common."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple

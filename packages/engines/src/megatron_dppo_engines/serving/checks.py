@@ -1,7 +1,5 @@
 """Checks that running servers can serve a run, from the information that they return; nothing is generated."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

@@ -4,8 +4,6 @@ NCCL compares its version on all ranks of a communicator and refuses a mixture (
 init.cc). Each torch brings a version of its own, and engines pin a torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """One inference server as a child process: start, health, restart and end."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Client of one SGLang server."""
 
-from __future__ import annotations
-
 from megatron_dppo_engines.server import GenerateRequest, Generation, ServerInfo
 from megatron_dppo_engines.servers.fields import parse_policy_version, require_integer, require_object
 from megatron_dppo_engines.servers.wire import max_response_bytes

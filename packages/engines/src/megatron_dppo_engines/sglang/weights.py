@@ -5,8 +5,6 @@ There are two generations of the protocol. Since 0.5.21 tensors are accepted onl
 during an update: both happen once, at the end.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests and responses of SGLang's ``/generate``, for 0.5.19 and later."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

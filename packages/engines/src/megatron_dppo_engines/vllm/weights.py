@@ -5,8 +5,6 @@ own NCCL backend. That backend waits at ``host:port`` for a pickled object of a 
 torch does not expose, and then calls NCCL outside of torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import Any

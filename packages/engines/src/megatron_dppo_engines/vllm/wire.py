@@ -1,7 +1,5 @@
 """Requests and responses of vLLM's ``/inference/v1/generate`` (0.32)."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence
