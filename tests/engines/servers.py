@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import random
 import signal
@@ -15,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import psutil
+
 from megatron_dppo_engines.serving.collectives import TESTED
 
 TOOLS = Path(__file__).parents[2] / "tools" / "engines"
@@ -26,7 +30,7 @@ class Engine:
     """A running server. Its output is in ``log``: a pipe would be kept open by what it leaves behind."""
 
     url: str
-    process: subprocess.Popen
+    process: psutil.Process
     log: Path
     kind: str
 
@@ -48,10 +52,47 @@ def start_engine(
 ) -> Engine:
     """Start a server and return at once; ``wait_ready`` waits."""
     with log.open("a") as output:
-        process = subprocess.Popen(
+        process = psutil.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}, start_new_session=True
         )
     return Engine(f"http://127.0.0.1:{port}", process, log, kind)
+
+
+PROGRAMS = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}
+IMPORTS = {
+    "sglang": "sglang.srt.entrypoints.http_server,sglang.srt.models.qwen3_moe",
+    "vllm": "vllm.entrypoints.openai.api_server,vllm.v1.worker.cpu_worker,vllm.model_executor.models.qwen3_moe",
+}
+"""What a server imports by and by."""
+
+
+@functools.cache
+def _warm_engine(kind: str, version: str) -> subprocess.Popen[str]:
+    """A process from which servers of one version are forked: importing an engine takes ten seconds."""
+    program = " ".join((str(Path(__file__).parent / "warm_engine.py"), IMPORTS[kind], PROGRAMS[kind]))
+    return subprocess.Popen(
+        [TOOLS / f"{kind}.sh", "serve", version],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "ENGINE_PROGRAM": program},
+        text=True,
+    )
+
+
+def fork_engine(kind: str, version: str, arguments: Sequence[str], port: int, log: Path) -> Engine:
+    """Start a server as ``start_engine`` does, with the environment of this process."""
+    warm = _warm_engine(kind, version)
+    assert warm.stdin is not None and warm.stdout is not None
+    print(json.dumps([str(log), *arguments]), file=warm.stdin, flush=True)
+    return Engine(f"http://127.0.0.1:{port}", psutil.Process(int(warm.stdout.readline())), log, kind)
+
+
+def has_ended(engine: Engine, seconds: float) -> bool:
+    """Wait so long for the end of a server."""
+    with contextlib.suppress(psutil.TimeoutExpired):
+        engine.process.wait(seconds)
+        return True
+    return False
 
 
 def wait_ready(engine: Engine) -> Engine:
@@ -61,21 +102,19 @@ def wait_ready(engine: Engine) -> Engine:
         RuntimeError: it ended, or did not answer in time; with the end of its log.
     """
     end = time.monotonic() + _START_SECONDS
-    while time.monotonic() < end and engine.process.poll() is None:
+    while time.monotonic() < end and not has_ended(engine, 0.5):
         with contextlib.suppress(OSError), urllib.request.urlopen(engine.url + "/health", timeout=30) as answer:
             if answer.status == 200:
                 return engine
-        time.sleep(0.5)
     stop_engine(engine)
     raise RuntimeError(f"{engine.url} did not start:\n" + engine.log.read_text(errors="replace")[-4000:])
 
 
 def stop_engine(engine: Engine) -> None:
     """SIGINT to the launcher, whose children go with it; SIGKILL to its session when it does not obey."""
-    if engine.process.poll() is None:
+    with contextlib.suppress(psutil.NoSuchProcess):
         engine.process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            engine.process.wait(20)
+    has_ended(engine, 20)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(engine.process.pid, signal.SIGKILL)
     engine.process.wait()
@@ -111,18 +150,26 @@ class SharedEngine:
         self.stop()
 
 
+def start_server(
+    kind: str, version: str, arguments: Sequence[str], port: int, log: Path, env: Mapping[str, str] | None
+) -> Engine:
+    """Start a server. One with variables of its own imports the engine anew: some of them are read by then."""
+    if not env:
+        return fork_engine(kind, version, arguments, port, log)
+    return start_engine(kind, [str(TOOLS / f"{kind}.sh"), "serve", version, *arguments], port, log, env)
+
+
 def start_sglang(
     model: Path, log: Path, *options: str, version: str = TESTED["sglang_newest"], env: Mapping[str, str] | None = None
 ) -> Engine:
     """A real SGLang server on the CPU."""
     port = free_port()
-    command = [str(TOOLS / "sglang.sh"), "serve", version, "--model-path", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--context-length", "2048"]
+    arguments = ["--model-path", str(model)]
+    arguments += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--context-length", "2048"]
     # By itself it takes a port that the kernel may give to a connection before it is bound.
-    command += ["--nccl-port", str(free_port())]
-    command += ["--max-running-requests", "64", "--log-level", "warning"]
-    command += options
-    return start_engine("sglang", command, port, log, env)
+    arguments += ["--nccl-port", str(free_port())]
+    arguments += ["--max-running-requests", "64", "--log-level", "warning", *options]
+    return start_server("sglang", version, arguments, port, log, env)
 
 
 def start_lying_sglang(model: Path, log: Path, lie: Path, *options: str) -> Engine:
@@ -146,7 +193,7 @@ def bf16_sglang(model: Path, log: Path) -> Iterator[Engine]:
 def start_vllm(model: Path, log: Path, *options: str, env: Mapping[str, str] | None = None) -> Engine:
     """A real vLLM server on the CPU."""
     port = free_port()
-    command = [str(TOOLS / "vllm.sh"), "serve", TESTED["vllm"], "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "2048"]
-    command += ["--max-num-seqs", "64", "--disable-uvicorn-access-log", *options]
-    return start_engine("vllm", command, port, log, env)
+    arguments = ["--model", str(model)]
+    arguments += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "2048"]
+    arguments += ["--max-num-seqs", "64", "--disable-uvicorn-access-log", *options]
+    return start_server("vllm", TESTED["vllm"], arguments, port, log, env)

@@ -20,7 +20,7 @@ from tests.engines.calls import SHORT, ask, call
 from tests.engines.family_models import FamilyModel
 from tests.engines.proxy import Before, Exchange, Proxy
 from tests.engines.runs import arguments
-from tests.engines.servers import TOOLS, Engine, free_port, start_engine, stop_engine, wait_ready
+from tests.engines.servers import TOOLS, Engine, free_port, start_server, stop_engine, wait_ready
 from tests.engines.tiny import SPECIAL, byte_tokenizer, make_tiny
 from tests.unit.configs import server_plans
 
@@ -54,6 +54,8 @@ def settings(engine: str, model: Path, **more: Any) -> dict[str, Any]:
         "optimizer__lr_warmup_steps": 0,
         "train__mini_batches": 1,
         "train__router_replay": "off",
+        "rollout__prompts_per_step": 4,
+        "rollout__samples_per_prompt": 4,
         "run__num_steps": STEPS,
     }
     return values | more
@@ -63,13 +65,14 @@ def served(engine: str, model: Path, folder: Path) -> Iterator[Engine]:
     """A server with the flags that ``megatron-dppo serve`` gives it."""
     command = [str(TOOLS / f"{engine}.sh"), "serve", VERSIONS[engine]]
     port = free_port()
-    more = {"rollout__servers__command": json.dumps(command), "rollout__servers__port": port}
-    config = load_config(CONFIG, flags(**settings(engine, model, run__output_dir=folder, **more)))
+    where = {"rollout__servers__command": json.dumps(command), "rollout__servers__port": port}
+    config = load_config(CONFIG, flags(**settings(engine, model, run__output_dir=folder, **where)))
     plan = server_plans(config, {})[0]
     sizes = ("--context-length", "2048") if engine == "sglang" else ("--max-model-len", "2048", "--max-num-seqs", "32")
     backend = ("--lora-backend", "torch_native", "--nccl-port", str(free_port())) if engine == "sglang" else ()
     env = {key: value for key, value in plan.env.items() if key != "PYTHONPATH"}  # the script has its own
-    running = start_engine(engine, [*plan.argv, *sizes, *backend], port, folder / "log", env)
+    argv = [*plan.argv[len(command) :], *sizes, *backend]
+    running = start_server(engine, VERSIONS[engine], argv, port, folder / "log", env)
     try:
         yield wait_ready(running)
     finally:

@@ -50,7 +50,7 @@ def test_a_tool_loop_and_a_second_question_form_one_sequence(framework: str, pyt
 def test_a_run_trains_on_tokens_that_the_server_sampled_for_agents(python: str, tmp_path: Path) -> None:
     model = make_tiny(tmp_path / "model", seed=3)
     chat_tokenizer().save_pretrained(model)
-    rows = [{"prompt": f"{n}+{n}", "label": str(2 * n), "program": program(FRAMEWORKS[n % 3])} for n in range(6)]
+    rows = [{"prompt": f"{n}+{n}", "label": str(2 * n), "program": program(FRAMEWORKS[n % 3])} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     # A row names its agent: each of the frameworks plays.
     choose = "import json, runpy, sys, io; t = sys.stdin.read(); sys.stdin = io.StringIO(t); "
@@ -62,7 +62,7 @@ def test_a_run_trains_on_tokens_that_the_server_sampled_for_agents(python: str, 
         data__eval="null",
         agent__command=json.dumps([python, "-c", choose]),
         agent__reward="call",
-        rollout__prompts_per_step=3,
+        rollout__prompts_per_step=2,
         rollout__samples_per_prompt=2,
         rollout__max_new_tokens=1500,
         train__mini_batches=1,

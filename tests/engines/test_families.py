@@ -136,8 +136,6 @@ def synced(
     config = WeightSyncConfig(method=method, timeout_seconds=60)
     where = {"model_folder": model.folder, "weights_folder": weights_folder}
     sync = WeightSync([client(engine)], config, **where, dtype=dtype, device=device, sharing=sharing)
-    # A sync waits ten seconds for this answer, which is short for the first one on a loaded machine.
-    call(engine, lambda server: server.info())
     try:
         result = sync.send(iter(model.weights()), version)
         assert result.good and not result.failed and not result.notes, (method, result)

@@ -119,6 +119,7 @@ def test_a_colocated_run_alternates_with_its_server_and_the_next_run_wakes_it(
                 "train__mini_batches": 1,
                 "rollout__prompts_per_step": 2,
                 "rollout__samples_per_prompt": 4,
+                "rollout__max_new_tokens": 16,
                 "eval__max_prompts": 2,
                 "checkpoint__export_hf": "false",
                 "run__num_steps": steps,

@@ -55,7 +55,7 @@ def two(old_model: Reference, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def engine_over(
-    two: list[Engine], model: Reference, version: int, function: Any = None, alive: float = 30
+    two: list[Engine], model: Reference, version: int, function: Any = None, alive: float = 30, max_in_flight: int = 32
 ) -> tuple[Any, ServerEngine]:
     clients = []
     limits = Deadlines(connect=2, alive=alive, control=60, update=120, generate=120)
@@ -67,7 +67,7 @@ def engine_over(
         clients,
         TOKENIZER,
         AutoConfig.from_pretrained(model.folder),
-        max_in_flight=32,
+        max_in_flight=max_in_flight,
         health_seconds=1,
         function=function,
     )
@@ -183,13 +183,13 @@ def test_the_slowest_responses_are_stopped_and_continued_with_the_next_weights(
 ) -> None:
     """With the routes of each prompt asked for once for its three responses."""
     monkeypatch.setattr("megatron_dppo.engines.server_engine.MIN_SHARED_PROMPT_TOKENS", 0)
-    clients, engine = engine_over(two, old_model, 0)
+    clients, engine = engine_over(two, old_model, 0, max_in_flight=16)
     try:
         # More than are in flight at a time: those of one batch may all end together.
-        asked = prompts(20, siblings=1)
-        first = first_complete(engine, asked, range(20), enough=3, keep=range(20))
+        asked = prompts(10, siblings=1)
+        first = first_complete(engine, asked, range(10), enough=2, keep=range(10))
         left = [i for i, group in enumerate(first) if group is None]
-        assert 3 <= 20 - len(left) < 20 and set(engine.unfinished()) == set(left)
+        assert 2 <= 10 - len(left) < 10 and set(engine.unfinished()) == set(left)
         update(engine, clients, new_model, 1)
         completed = first_complete(engine, [asked[i] for i in left], left, enough=len(left), keep=())
         for prompt, group in zip(asked, first, strict=True):
@@ -257,7 +257,7 @@ def test_a_hanging_server_is_evicted_and_used_after_it_recovers_with_the_current
 ) -> None:
     clients, engine = engine_over(two, old_model, 0, alive=3)
     try:
-        asked, found = prompts(24, siblings=4), list[Completion]()
+        asked, found = prompts(12, siblings=2), list[Completion]()
         thread = threading.Thread(target=sample_into, args=(found, engine, asked))
         thread.start()
         is_asked(clients[1])
@@ -271,10 +271,10 @@ def test_a_hanging_server_is_evicted_and_used_after_it_recovers_with_the_current
             check(prompt, completion, {0: old_model})
         assert engine.take_counts().evicted_servers == 1
         before = clients[1].asked
-        assert len(engine.generate(asked[:8], PARAMS)) == 8
+        assert len(engine.generate(asked[:4], PARAMS)) == 4
         assert clients[1].asked == before, "nobody asked yet whether it is back"
         update(engine, clients, old_model, 1)
-        assert len(engine.generate(asked, PARAMS)) == 24
+        assert len(engine.generate(asked, PARAMS)) == 12
         assert clients[1].asked > before
     finally:
         engine.close()
@@ -283,7 +283,7 @@ def test_a_hanging_server_is_evicted_and_used_after_it_recovers_with_the_current
 def test_a_server_killed_during_a_rollout_costs_only_time(two: list[Engine], old_model: Reference) -> None:
     clients, engine = engine_over(two, old_model, 0)
     try:
-        asked, found = prompts(24, siblings=4), list[Completion]()
+        asked, found = prompts(12, siblings=2), list[Completion]()
         thread = threading.Thread(target=sample_into, args=(found, engine, asked))
         thread.start()
         is_asked(clients[1])
@@ -293,7 +293,7 @@ def test_a_server_killed_during_a_rollout_costs_only_time(two: list[Engine], old
         for prompt, completion in zip(asked, found, strict=True):
             check(prompt, completion, {0: old_model})
         answered = clients[0].answered + clients[1].answered
-        assert len(answered) == 24 and set(answered.values()) == {1}, "each exactly once"
+        assert len(answered) == 12 and set(answered.values()) == {1}, "each exactly once"
         counts = engine.take_counts()
         assert counts.evicted_servers == 1 and counts.retries >= 1
         assert len(engine.generate(asked[:4], PARAMS)) == 4

@@ -19,6 +19,8 @@ def test_vllm_and_trainer_agree_on_every_token(vllm: Engine, old_model: Referenc
         "rollout__temperature": 0.7,
         "train__mini_batches": 1,
         "run__num_steps": 3,
+        "rollout__prompts_per_step": 4,
+        "rollout__samples_per_prompt": 4,
     }
     result = train(arguments([vllm], folder, **more), processes=2)
     assert result.returncode == 0, result.stdout + result.stderr

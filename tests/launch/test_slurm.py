@@ -288,7 +288,7 @@ def test_servers_on_one_node_and_the_trainer_on_two_and_a_killed_server_works_ag
 def test_it_saves_at_the_time_limit_at_preemption_and_by_hand_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     arguments = [
         *(str(EXAMPLES / "dppo.toml"), "--run.output_dir", "run", "--eval.every", "100"),
-        *("--run.num_steps", "40", "--parallel.expert_model_parallel_size", "1"),
+        *("--run.num_steps", "24", "--parallel.expert_model_parallel_size", "1"),
         *("--checkpoint.save_every", "1"),
     ]
     job = Job(slurm, tmp_path, 1, *arguments)
@@ -296,19 +296,19 @@ def test_it_saves_at_the_time_limit_at_preemption_and_by_hand_and_goes_on(slurm:
     job.signal()
     job.start_again(1)
     stopped = steps(tmp_path / "run")[-1]
-    assert stopped < 38 and job.output.count("queueing the job again") == 1
+    assert stopped < 22 and job.output.count("queueing the job again") == 1
     until_step(job, tmp_path / "run", stopped + 2)
     slurm.run("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
     job.start_again(2)
     stopped = steps(tmp_path / "run")[-1]
-    assert job.output.count("queueing the job again") == 2 and stopped < 38
+    assert job.output.count("queueing the job again") == 2 and stopped < 22
     until_step(job, tmp_path / "run", stopped + 1)
     slurm.run("scancel", "--signal=USR1", "--batch", job.id)
     assert job.end() == "COMPLETED" and "the same sbatch line resumes the run" in job.output, job.output
-    assert job.output.count("queueing the job again") == 2 and steps(tmp_path / "run")[-1] < 40
+    assert job.output.count("queueing the job again") == 2 and steps(tmp_path / "run")[-1] < 24
     job = Job(slurm, tmp_path, 1, *arguments)
     assert job.end() == "COMPLETED", job.output
-    assert steps(tmp_path / "run") == list(range(1, 41))
+    assert steps(tmp_path / "run") == list(range(1, 25))
 
 
 def test_doctor_over_srun_compares_the_nodes_and_measures_what_is_between_them(slurm: Slurm, tmp_path: Path) -> None:

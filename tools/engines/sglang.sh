@@ -56,7 +56,9 @@ serve)
     export OMP_NUM_THREADS=1 SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1
     # SGLANG_EXTRA_PATH: a folder whose sitecustomize.py changes the server (tests).
     export PYTHONPATH=${SGLANG_EXTRA_PATH:+$SGLANG_EXTRA_PATH:}$here/sglang_shim:$package
-    exec "$base/bin/python" -m sglang.launch_server --device cpu --attention-backend torch_native \
+    # ENGINE_PROGRAM: what runs in the place of the server, with its arguments (tests).
+    read -ra program <<<"${ENGINE_PROGRAM:--m sglang.launch_server}"
+    exec "$base/bin/python" "${program[@]}" --device cpu --attention-backend torch_native \
         --mem-fraction-static 0.5 --max-total-tokens 32768 --sleep-on-idle "${@:3}"
     ;;
 *)

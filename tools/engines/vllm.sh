@@ -46,8 +46,8 @@ serve)
     export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
     export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
     export VLLM_SERVER_DEV_MODE=${VLLM_SERVER_DEV_MODE:-1} PYTHONPATH=$here/../../packages/engines/src/megatron_dppo_engines/serving/vllm_extension:$here/vllm_shim
-    # Not its console script, which looks for a package named "vllm".
-    program=(-m vllm.entrypoints.openai.api_server)
+    # Not its console script, which looks for a package named "vllm". ENGINE_PROGRAM: what runs in its place (tests).
+    read -ra program <<<"${ENGINE_PROGRAM:--m vllm.entrypoints.openai.api_server}"
     case " $* " in *" --headless "*)
         # A node without HTTP, which only that script starts. It gets the version that it looks for.
         program=(-c '
