@@ -15,8 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
+import aiohttp
 import pytest
 import torch
+from aiohttp import web
 
 from columns import same
 from fake_servers import END, logprob
@@ -45,7 +47,11 @@ from megatron_dppo.types import (
     SamplingParams,
     TrainingSample,
 )
+from megatron_dppo_agents.agent_request import AgentRequest
+from megatron_dppo_agents.agent_response import AgentResponse
+from megatron_dppo_agents.episode_result import CallCounts
 from megatron_dppo_agents.runner import AgentTask
+from megatron_dppo_agents.running_calls import RunningCalls
 from megatron_dppo_agents.segments import join_segments
 from megatron_dppo_conversations.rules import ConversationError, order_tool_results
 from test_agents import chat, post, user
@@ -276,6 +282,58 @@ def test_a_response_that_nobody_read_does_not_train(world: World) -> None:
     assert [world.trained(each) for each in result.segments] == [["a long answer of the policy<|im_end|>"]]
     assert result.counts["agent/sequences"] == result.counts["agent/segments"] == 1
     assert result.counts["agent/untrained/interrupted"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("gone", [1, 2, 3])
+def test_a_response_is_read_if_one_of_its_clients_read_it(gone: int) -> None:
+    """Clients with a time limit send a call again while its first one is in progress."""
+
+    async def ask_three_times() -> list[Any]:
+        calls = RunningCalls(CallCounts())
+        call = AgentRequest(model="m", is_chat=True)
+        response = AgentResponse(call=call, message={}, token_ids=(), prompt_token_ids=(), finish_reason="stop")
+        is_sampled = asyncio.Event()
+
+        async def sample() -> AgentResponse:
+            await is_sampled.wait()
+            return response
+
+        clients = [asyncio.create_task(calls.respond(sample, b"body")) for _ in range(3)]
+        asyncio.get_running_loop().call_soon(is_sampled.set)
+        assert [await each for each in clients] == [response] * 3
+        for _ in range(gone):
+            calls.keep_undelivered(b"body", response)
+        undelivered = calls.undelivered
+        if undelivered:
+            assert await calls.respond(sample, b"body") is response and not calls.undelivered
+        calls.close()
+        return undelivered
+
+    assert len(asyncio.run(ask_three_times())) == (gone == 3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_whose_connection_breaks_while_it_is_written_does_not_train(
+    world: World, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    world.script = {"assistant\n": "ok"}
+    prepare = web.StreamResponse.prepare
+
+    async def breaks(self: web.StreamResponse, request: Any) -> Any:
+        if b"lost" in await request.read():
+            request.transport.abort()
+        return await prepare(self, request)
+
+    monkeypatch.setattr(web.StreamResponse, "prepare", breaks)
+
+    async def loses_the_last_call(task: AgentTask) -> None:
+        await chat(task, [user("a")])
+        with pytest.raises(aiohttp.ClientError):
+            await post(task, "/chat/completions", {"messages": [user("lost")], "stream": stream})
+
+    result = world.play(loses_the_last_call, 6000)
+    assert len(result.segments) == 1
+    assert result.counts["agent/untrained/interrupted"] == pytest.approx(1 / 2)
 
 
 REWRITTEN = {

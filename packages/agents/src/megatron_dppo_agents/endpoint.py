@@ -19,6 +19,7 @@ from aiohttp import web
 from megatron_dppo.engines.responder import LoopThread
 from megatron_dppo.rollout.turns import check_reward
 from megatron_dppo_agents.agent_request import MODEL, CallError
+from megatron_dppo_agents.agent_response import AgentResponse
 from megatron_dppo_agents.completions_api import CHAT_COMPLETIONS, COMPLETIONS
 from megatron_dppo_agents.episode import Episode
 from megatron_dppo_agents.generate_api import GENERATE
@@ -151,24 +152,12 @@ class Endpoint:
             response = await _run_in_episode_loop(episode, call)
             if protocol.store is not None:
                 protocol.store(response, episode.stored_responses)
-            keep = partial(episode.loop.call_soon_threadsafe, episode.calls.keep_undelivered, digest, response)
-            if request.transport is None or request.transport.is_closing():
-                # The client was gone before the response was complete. It may send the same body again.
-                keep()
-            if protocol.events is None or not response.call.stream:
-                return web.json_response(protocol.body(response))
-            # The response is already complete; the stream is only the format that the client asked for.
-            stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-            async with asyncio.timeout(TRANSFER_SECONDS):
-                try:
-                    await stream.prepare(request)
-                    for event in protocol.events(response):
-                        await stream.write(event)
-                except (ConnectionError, TimeoutError, asyncio.CancelledError):
-                    keep()
-                    raise
-                await stream.write_eof()
-            return stream
+            try:
+                return await _send(request, protocol, response)
+            except (ConnectionError, asyncio.CancelledError):
+                # The client was gone before it had the response. It may send the same body again.
+                episode.loop.call_soon_threadsafe(episode.calls.keep_undelivered, digest, response)
+                raise
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         with self._authorized(request) as episode:
@@ -241,6 +230,23 @@ class Endpoint:
             raise CallError(f"the body cannot be read: {error!s:.200}") from error
         encoding = request.headers.get("Content-Encoding", "")
         return lambda: parse_body(content, encoding, self._max_body_bytes)
+
+
+async def _send(request: web.Request, protocol: Protocol, response: AgentResponse) -> web.StreamResponse:
+    """Write a response, or raise ``ConnectionError`` if its client does not read it."""
+    # The response is already complete; a stream is only the format that the client asked for.
+    events = protocol.events(response) if protocol.events is not None and response.call.stream else None
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    answer = web.StreamResponse(headers=headers) if events is not None else web.json_response(protocol.body(response))
+    try:
+        async with asyncio.timeout(TRANSFER_SECONDS):
+            await answer.prepare(request)
+            for event in events or ():
+                await answer.write(event)
+            await answer.write_eof()
+    except TimeoutError as error:
+        raise ConnectionError(f"the response was not read within {TRANSFER_SECONDS:g} seconds") from error
+    return answer
 
 
 def _is_trained(request: web.Request) -> bool:
