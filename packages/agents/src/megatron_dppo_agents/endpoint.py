@@ -23,7 +23,7 @@ from megatron_dppo_agents.agent_response import AgentResponse
 from megatron_dppo_agents.completions_api import CHAT_COMPLETIONS, COMPLETIONS
 from megatron_dppo_agents.episode import Episode
 from megatron_dppo_agents.generate_api import GENERATE
-from megatron_dppo_agents.limited_server import LimitedServer, digest_key
+from megatron_dppo_agents.limited_server import LimitedServer, ask_for_body, digest_key, expect_later
 from megatron_dppo_agents.loopback_network import LoopbackNetwork
 from megatron_dppo_agents.messages_api import MESSAGES, error_body
 from megatron_dppo_agents.protocol_record import Protocol
@@ -95,17 +95,18 @@ class Endpoint:
 
     async def _listen(self) -> None:
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[_errors_as_json])
+        post = partial(web.post, expect_handler=expect_later)
         app.add_routes(
             [
-                *(web.post(each.path, partial(self._respond, protocol=each)) for each in _PROTOCOLS),
-                web.post(f"{MESSAGES.path}/count_tokens", self._count_tokens),
-                web.post("/v1/reward", self._reward),
-                web.post("/v1/segment", self._segment),
+                *(post(each.path, partial(self._respond, protocol=each)) for each in _PROTOCOLS),
+                post(f"{MESSAGES.path}/count_tokens", self._count_tokens),
+                post("/v1/reward", self._reward),
+                post("/v1/segment", self._segment),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name}", self._models),
             ]
         )
-        self._server = LimitedServer(app, self._host, network=self._network)
+        self._server = LimitedServer(app, self._host, network=self._network, error_body=_malformed_body)
         await self._server.start()
 
     @contextmanager
@@ -223,6 +224,7 @@ class Endpoint:
         """Receive a body, and return a function that inflates and parses it."""
         try:
             async with asyncio.timeout(TRANSFER_SECONDS):
+                await ask_for_body(request)
                 content = await request.read()
         except TimeoutError as error:
             raise CallError(f"the body did not arrive within {TRANSFER_SECONDS:g} seconds", 408, "timeout") from error
@@ -296,6 +298,12 @@ def parse_body(content: bytes, encoding: str, max_bytes: int) -> object:
         raise CallError(f"{error} (agent.max_body_bytes)", 413) from error
     except ValueError as error:
         raise CallError(f"the body is no JSON: {error!s:.200}") from error
+
+
+def _malformed_body(message: str) -> dict[str, Any]:
+    """Return the body of an error whose path is unknown, so that the clients of all APIs can read it."""
+    error = CallError(message)
+    return error_body(error) | error.body
 
 
 @web.middleware
