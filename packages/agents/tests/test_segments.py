@@ -403,6 +403,29 @@ def test_a_program_can_leave_segments_out_and_the_step_line_says_so(world: World
     assert "left all responses of the policy out of training" in failed.failure
 
 
+def test_prompts_by_which_programs_test_their_model_are_left_out(world: World) -> None:
+    world.script = {"assistant\n": "four", "greet": "five"}
+    texts = ["say 'hello", "Write a title"]
+    greeting = "Please say 'hello, world'"
+
+    async def agent(task: AgentTask) -> None:
+        await post(task, "/responses", {"input": greeting})
+        await post(task, "/messages", {"max_tokens": 9, "system": "Write a title.", "messages": [user("1+2")]})
+        await post(task, "/completions", {"prompt": f"{greeting} greet"})
+        hello = await chat(task, [user(greeting)])
+        await chat(task, [user(greeting), hello, user("Go on")])
+        first = await chat(task, [user("1+2")])
+        # The text comes later, and so the conversation trains.
+        await chat(task, [user("1+2"), first, user("Write a title")])
+
+    result = world.play(agent, 2000, untrained_prompts=texts)
+    assert result.counts["agent/sequences"] == 5 and world.trained(result) == ["four<|im_end|>"] * 2
+    assert result.counts["agent/untrained/left_out"] == pytest.approx(5 / 7, abs=0.02)
+    assert world.play(agent, 2000).counts["agent/untrained/left_out"] == 0
+    with pytest.raises(ValueError, match=r"untrained_prompts\.0"):
+        world.engine(agent, untrained_prompts=[""])
+
+
 def test_a_call_that_begins_one_segment_too_many_is_rejected(world: World) -> None:
     world.script = {"assistant\n": "four"}
 
