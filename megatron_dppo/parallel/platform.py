@@ -26,8 +26,10 @@ class Platform:
         return self.device.type == "cuda"
 
     @classmethod
-    def detect(cls, local_rank: int = 0, *, force_cpu: bool = False) -> Self:
-        """Choose CUDA device ``local_rank`` on a machine with CUDA, else the CPU."""
+    def detect(cls, local_rank: int | None = None, *, force_cpu: bool = False) -> Self:
+        """Choose CUDA device ``local_rank`` on a machine with CUDA, else the CPU. None: the one that torchrun names."""
+        if local_rank is None:
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if torch.cuda.is_available() and not force_cpu:
             count = torch.cuda.device_count()
             if local_rank >= count:

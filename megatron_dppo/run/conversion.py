@@ -88,7 +88,7 @@ def open_converter(hf_folder: str, parallel: ParallelConfig, dtype: str) -> Iter
     """Build the model of a Hugging Face folder on the layout of the running processes (torchrun, or one process)."""
     from megatron_dppo.mcore.shims import apply_shims
 
-    platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
+    platform = Platform.detect()
     # Before anything imports Megatron.
     apply_shims(platform)
     from megatron_dppo.mcore import model, setup

@@ -106,7 +106,7 @@ def open_session(config: Config) -> Iterator[Session]:
     errors = find_problems(start)
     if start.world_size == 1:
         require_inputs(start, errors)
-    platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
+    platform = Platform.detect()
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     # Megatron is imported from here on. Its shims must be applied before the first import.

@@ -113,7 +113,7 @@ def _allocator(start: Start) -> Iterable[UserError]:
     setting = expandable_segments_variable(os.environ)
     if setting is None or not shares_memory(start.config.rollout):
         return
-    if Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))).is_cuda and (problem := pidfd_problem()) is not None:
+    if Platform.detect().is_cuda and (problem := pidfd_problem()) is not None:
         yield ConfigError(
             f"{setting}: servers open such memory of the trainer by pidfd_getfd, which this system refuses between two "
             f"processes ({problem}). Fix: unset the variable for this run, or allow the call (sysctl "
@@ -179,7 +179,7 @@ def check_flags(model: ModelConfig, train: TrainConfig) -> None:
     if model.transformer:
         from megatron_dppo.mcore.shims import apply_shims
 
-        apply_shims(Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))))
+        apply_shims(Platform.detect())
         from megatron_dppo.mcore.overrides import checked_overrides
 
         checked_overrides(model.transformer, router_replay=train.router_replay != "off")
@@ -188,7 +188,7 @@ def check_flags(model: ModelConfig, train: TrainConfig) -> None:
 def _megatron(start: Start) -> Iterable[UserError]:
     from megatron_dppo.mcore.shims import apply_shims
 
-    platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
+    platform = Platform.detect()
     apply_shims(platform)
     from megatron_dppo.mcore import model
     from megatron_dppo.mcore.extensions import check_build_tools
@@ -233,7 +233,7 @@ def _adam(start: Start) -> Iterable[UserError]:
     from megatron_dppo.mcore.transformer_engine import check_adam_support, has_transformer_engine
 
     config = start.config
-    on_gpu = Platform.detect(int(os.environ.get("LOCAL_RANK", "0"))).is_cuda
+    on_gpu = Platform.detect().is_cuda
     # On a CPU a dry run may be for a machine with GPUs.
     if not has_transformer_engine() if on_gpu else not start.dry_run:
         check_adam_support(config.optimizer)

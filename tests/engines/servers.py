@@ -63,7 +63,7 @@ IMPORTS = {
     "sglang": "sglang.srt.entrypoints.http_server,sglang.srt.models.qwen3_moe",
     "vllm": "vllm.entrypoints.openai.api_server,vllm.v1.worker.cpu_worker,vllm.model_executor.models.qwen3_moe",
 }
-"""What a server imports by and by."""
+"""Modules that a server imports by and by."""
 
 
 @functools.cache

@@ -197,6 +197,8 @@ SLOW_ATTACKS = [
     Attack("a slow body", lambda a: a.raw(a.head("Content-Length: 9", key=a.task.api_key), b"{"), 408),
 ]  # fmt: skip
 """Attacks that last until a time limit. They run at the same time."""
+EMPTY = {"role": "user", "content": ""}
+RESULT = {"role": "tool", "content": ""}
 ATTACKS = [
     # Without a key.
     Attack("connections that send nothing", lambda a: a.open(300, b""), 0),
@@ -236,13 +238,13 @@ ATTACKS = [
     Attack("nested 100 levels", lambda a: a.post(nested(100)), 400, "nested more than 64 levels"),
     Attack("nested 2,000 levels", lambda a: a.post(nested(2000)), 400, "nested more"),
     Attack("nested 900,000 levels", lambda a: a.post(nested(900_000)), 400, "nested more than 64 levels"),
-    Attack("nested in arguments", lambda a: a.post(message(role="assistant", tool_calls=[DEEP_CALL])), 200),
+    Attack("nested in arguments", lambda a: a.post(message(role="assistant", tool_calls=[DEEP_CALL])), 400, "nested"),
     # With a key: values of wrong types and sizes.
     Attack("a number as tool calls", lambda a: a.post(message(tool_calls=5)), 400, "tool_calls = 5"),
     Attack("a number as messages", lambda a: a.post({"messages": 5}), 400, "'messages' is missing"),
     Attack("a number as a message", lambda a: a.post({"messages": [5]}), 400, "role None"),
     Attack("a list as a role", lambda a: a.post(message(role=[])), 400, "the role []"),
-    Attack("an object as content", lambda a: a.post(message(content={})), 400, "expected a string"),
+    Attack("an object as content", lambda a: a.post(message(content={})), 400, "a list of parts"),
     Attack("a list as the body", lambda a: a.post([1]), 400, "no JSON object"),
     Attack("a long name of the model", lambda a: a.post(message() | {"model": "m" * 1_000_000}), 400, "'model' ="),
     Attack("a number as a stream", lambda a: a.post(message() | {"stream": 1e300}), 400, "'stream' = 1e+300"),
@@ -252,8 +254,8 @@ ATTACKS = [
     Attack("half a character", lambda a: a.post(message(content="\ud800")), 400, "cannot be encoded"),
     Attack("a long text", lambda a: a.post(message(content="x" * 1_900_000)), 400, "context_length_exceeded"),
     Attack("long tools", lambda a: a.post(message() | {"tools": [{"name": "x" * 1_000_000}]}), 400, "context_length"),
-    Attack("many results of tools", lambda a: a.post({"messages": [{"role": "tool"}] * 90_000}), 400, "context_length"),
-    Attack("many messages", lambda a: a.post({"messages": [{"role": "user"}] * 90_000}), 400, "context_length"),
+    Attack("many results of tools", lambda a: a.post({"messages": [RESULT] * 50_000}), 400, "context_length"),
+    Attack("many messages", lambda a: a.post({"messages": [EMPTY] * 50_000}), 400, "context_length"),
     # With a key: rewards.
     Attack("a reward of 1e39", lambda a: a.post({"reward": 1e39}, path="/reward"), 400, "between -1e+30 and"),
     Attack("a reward of 400 digits", lambda a: a.post({"reward": DIGITS}, path="/reward"), 400, "finite number"),
@@ -273,7 +275,7 @@ ATTACKS = [
     Attack("a number as a block", lambda a: a.messages(message(content=[5])), 400, "list of blocks"),
     Attack("a list as a block's type", lambda a: a.messages(message(content=[{"type": []}])), 400, "is no text"),
     Attack("an input of 5", lambda a: a.messages(message(role="assistant", content=[CALL_OF_5])), 400, "an object"),
-    Attack("a number as tools of Messages", lambda a: a.messages(message() | {"tools": 5}), 400, "'tools' = 5"),
+    Attack("a number as tools of Messages", lambda a: a.messages(message() | {"tools": 5}), 400, "tools = 5"),
     Attack("a long system text", lambda a: a.messages(message() | {"system": "x" * 10**6}), 400, "prompt is too long"),
     Attack("a long thought", lambda a: a.messages({"messages": [LONG_THOUGHT, QUESTION]}), 400, "prompt is too long"),
     Attack("a long count", lambda a: a.messages(message(content="x" * 10**6), path=COUNT), 400, "prompt is too long"),

@@ -15,7 +15,7 @@ from megatron_dppo.config.reward_options import BUILT_IN_REWARDS
 from megatron_dppo.data import tasks
 from megatron_dppo.data.data_rows import iter_rows
 from megatron_dppo.data.tasks import Split, TaskRow
-from megatron_dppo.errors import ConfigError, DataError, RewardError
+from megatron_dppo.errors import ConfigError, DataError
 from megatron_dppo.functions import packages
 from megatron_dppo.rewards import FunctionSpec, RewardItem, RewardScorer
 from megatron_dppo.rewards import functions as reward_functions
@@ -70,7 +70,7 @@ def test_without_any_package_the_error_says_how_to_install_them(monkeypatch: pyt
     offer(monkeypatch)
     with pytest.raises(DataError, match=r"hf:owner/name. No package"):
         list(iter_rows("task:chain_sum", "train"))
-    with pytest.raises(RewardError, match=r"'words' needs .*megatron_dppo.rewards"):
+    with pytest.raises(ConfigError, match=r"'words' needs .*megatron_dppo.rewards"):
         RewardScorer("words", 1.0, 1)
 
 

@@ -142,7 +142,7 @@ def test_a_function_is_stopped_between_turns_and_continues_when_it_is_rerun() ->
         except Exception:
             raise AssertionError("being stopped is no exception that a function handles") from None
         finally:
-            if turns.completion is None:
+            if turns.finished is None:
                 stopped.append(prompt.text)
 
     expected = in_groups(engine(with_tool).generate([p for p in PROMPTS for _ in range(SIBLINGS)], params()))

@@ -27,7 +27,7 @@ STUB = Path(__file__).parents[1].joinpath("server_stub.py")
 CONFIG = ROOT / "examples/chain_sum/sglang.toml"
 
 LIMIT_SECONDS = 120.0
-"""What waits longer never ends: no test takes as long on a busy machine."""
+"""Time after which a wait never ends: no test takes as long on a busy machine."""
 
 
 def free_ports(count: int) -> int:

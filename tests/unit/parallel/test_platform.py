@@ -23,7 +23,8 @@ def test_each_local_rank_takes_its_own_cuda_device_over_nccl(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     platform = Platform.detect(1)
     assert platform.device == torch.device("cuda", 1) and platform.backend == "nccl" and platform.is_cuda
-    assert chosen == [platform.device]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert Platform.detect() == platform and chosen == [platform.device] * 2
     with pytest.raises(ConfigError, match=r"local rank 2 .*2 are"):
         Platform.detect(2)
 

@@ -119,7 +119,7 @@ def train_base(config: Config, inputs: BaseInputs, target: Path, report: Report)
     Raises:
         UserError: The folder cannot be written.
     """
-    platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
+    platform = Platform.detect()
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     # The shims must be applied before the first import of Megatron.

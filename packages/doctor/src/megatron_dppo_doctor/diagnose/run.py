@@ -46,8 +46,9 @@ def diagnose_run(folder: Path, overrides: Sequence[str] = (), *, with_functions:
     if not with_functions:
         config = _without_functions(config)
     with StopSignal(), open_session(config) as session:
-        collector, inputs, say = session.collector, session.inputs, session.records.console.print
-        step = _restore(session.resume_point, session.trainer, collector, say)
+        collector = session.collector
+        inputs = session.inputs
+        step = _restore(session.resume_point, session.trainer, collector, session.records.console.print)
         snapshots = Snapshots(session.trainer)
         replay = before.train.router_replay
         scorer = RunScorer(

@@ -175,7 +175,7 @@ def _find_checkpoint(folder: Path, step: int, fork_from: str | None) -> Path | N
 
 @contextmanager
 def _open_run(config: Config, checkpoint: Path | None, step: int) -> Iterator[ReplayedRun]:
-    platform = Platform.detect(int(os.environ.get("LOCAL_RANK", "0")))
+    platform = Platform.detect()
     pin_threads(config.run.threads_per_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     # Before the first import of Megatron.
     from megatron_dppo.mcore.shims import apply_shims

@@ -22,7 +22,7 @@ class ServerClient(ServerUpdates):
     _no_tokenizer_statuses: tuple[int, ...]
     """HTTP statuses of ``/tokenize`` on a server without a tokenizer, or without this call."""
     _missing_call_fix = ""
-    """What to change if a control call is missing on the server."""
+    """Advice for a server on which a control call is missing."""
 
     def __init__(
         self,
