@@ -366,6 +366,24 @@ def test_numbers_are_compared_by_value_and_a_rewritten_response_is_a_fork(
     assert len(result.segments) == 3 + forks and result.counts["agent/forks/history"] == forks
 
 
+def test_a_call_whose_text_a_client_has_rewritten_is_a_fork(world: World) -> None:
+    """Clients that read calls from the text write them again, as qwen-agent, also behind a first turn."""
+    world.script = {"go on<|im_end|>\n<|im_start|>assistant\n": CALL, "assistant\n": "well", "Sum:": " 3.0 \n"}
+
+    async def agent(task: AgentTask) -> None:
+        first = await chat(task, [user("a")])
+        messages = [user("a"), first, user("go on")]
+        called = await chat(task, messages)
+        rewritten = {**called, "content": called["content"].replace("1", "1.0")}
+        await chat(task, [*messages, rewritten, user("3")])
+        _, answer = await post(task, "/completions", {"prompt": "Sum:"})
+        text = answer["choices"][0]["text"].strip().replace("3.0", "3")
+        await post(task, "/completions", {"prompt": f"Sum: {text} and"})
+
+    result = world.play(agent, 2000)
+    assert len(result.segments) == 4 and result.counts["agent/forks/history"] == 2
+
+
 def test_a_program_can_leave_segments_out_and_the_step_line_says_so(world: World) -> None:
     world.script = {"assistant\n": "four"}
 

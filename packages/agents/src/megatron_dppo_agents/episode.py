@@ -327,6 +327,7 @@ class Episode:
         elif isinstance(call.text, str):
             # With its stop string: a prompt without that does not continue these tokens.
             conversation.text = call.text + text
+            conversation.prompt_text = call.text
         return response
 
     def _append(self, prepared: PreparedCall, *, is_trained: bool, session: str) -> Conversation:
