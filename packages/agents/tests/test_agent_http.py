@@ -118,7 +118,7 @@ def test_a_key_that_is_there_twice_is_refused(world: World, path: str, body: str
 
     world.play(agent)
     ((status, answer),) = answers
-    assert status == 400 and "is there twice" in answer["error"]["message"]
+    assert status == 400 and "twice; write it once" in answer["error"]["message"]
 
 
 async def post_text(task: AgentTask, path: str, body: str) -> tuple[int, Any]:

@@ -78,7 +78,7 @@ def _object_without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {repeated!r:.80} is there twice")
+        raise ValueError(f"an object has the key {repeated!r:.80} twice; write it once")
     return value
 
 
