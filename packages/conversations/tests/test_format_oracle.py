@@ -5,6 +5,7 @@ Without the package (extra ``[agents]``) these tests are skipped. They need neit
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_dppo_conversations.formats import FORMATS
+from odd_calls import ARGUMENTS
+from odd_calls import TOOLS as ODD_TOOLS
 
 renderers = pytest.importorskip("renderers", reason="needs the extra [agents]: pip install renderers httpx")
 
@@ -189,6 +192,26 @@ def read_both(tokenizer: Any, renderer: Any, family: str, prompt: list[int], out
     starts_in_thought = tokenizer.decode(prompt[-12:]).rstrip().endswith("<think>")
     ours = FORMATS[family].parse(tokenizer.decode(output[:end]), TOOLS, starts_in_thought=starts_in_thought)
     return renderer.parse_response(output, tools=TOOLS, prompt_ids=prompt), ours
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_odd_calls_are_read_as_renderers_writes_them(family: str) -> None:
+    name, special = FAMILIES[family]
+    tokenizer = ByteTokenizer(special)
+    renderer = renderers.create_renderer(tokenizer, renderers.config_from_name(name))
+    question: Any = {"role": "user", "content": "q"}
+    prompt = renderer.render_ids([question], tools=ODD_TOOLS, add_generation_prompt=True)
+    for arguments in ARGUMENTS:
+        if special[0] in str(arguments):
+            continue  # it ends the turn within the call
+        call = {"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        message = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]}
+        complete = renderer.render_ids([question, message], tools=ODD_TOOLS)
+        assert complete[: len(prompt)] == prompt
+        output = tokenizer.decode(complete[len(prompt) :]).rstrip().removesuffix(special[0])
+        parsed = FORMATS[family].parse(output, ODD_TOOLS)
+        # As JSON, in which 1, 1.0 and true differ.
+        assert json.dumps(calls_made(parsed.tool_calls)) == json.dumps([("add", arguments)]), output
 
 
 def compare(family: str, count: int) -> tuple[int, int]:
