@@ -33,8 +33,8 @@ class _Protocol(web.RequestHandler):
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
-            # No access log: it would contain nothing that a run needs.
-            access_log=None,
+            # Disabled: a log of all requests would contain nothing that a run needs.
+            access_log=_logger,
             logger=_logger,
             keepalive_timeout=IDLE_SECONDS,
             lingering_time=LINGER_SECONDS,
