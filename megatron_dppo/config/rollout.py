@@ -1,7 +1,7 @@
 """The sections ``[rollout]`` and ``[agent]``."""
 
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -32,6 +32,9 @@ class AgentConfig(Section):
     untrained_agents: list[str] = Field(default_factory=list)
     """Names of agents of the environment whose responses are left out of training, besides those that the environment
     itself leaves out."""
+    untrained_prompts: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Texts of calls that are left out of training, such as the greeting with which a program tests its model. One in
+    a message of a conversation's first call leaves out all of the conversation."""
     reward: Literal["function", "call", "exit", "environment"] = "function"
     """Source of the rewards. ``function``: the run's ``[reward]``. With the others the agent gives its own reward.
     ``call``: by ``POST /v1/reward``; an episode without one counts as failed. ``exit``: 1 if the program exits with

@@ -193,7 +193,7 @@ SLOW_ATTACKS = [
     Attack("a huge length", lambda a: a.raw(a.head("Content-Length: 99999999999")), 401, "invalid_api_key"),
     Attack("a huge chunk", lambda a: a.raw(a.head(CHUNKED), b"fffffff\r\n" + b" " * 200_000), 401),
     Attack("a body without a key", lambda a: a.raw(a.head("Content-Length: 5000000"), b" " * 5_000_000), 401),
-    Attack("a wait for 100 Continue", lambda a: a.raw(a.head("Content-Length: 9", "Expect: 100-continue")), 100),
+    Attack("a wait for 100 Continue", lambda a: a.raw(a.head("Content-Length: 9", "Expect: 100-continue")), 401),
     Attack("a slow body", lambda a: a.raw(a.head("Content-Length: 9", key=a.task.api_key), b"{"), 408),
 ]  # fmt: skip
 """Attacks that last until a time limit. They run at the same time."""

@@ -836,6 +836,18 @@ def test_calls_of_another_form_are_read_and_malformed_ones_counted(world: World)
     assert world.play(agent, format="qwen3_xml").counts["agent/malformed_calls"] == 1
 
 
+def test_rewards_read_the_text_in_the_form_that_the_run_names(world: World) -> None:
+    """The chat template has no form. A box in a channel of thoughts is no answer."""
+    analysis = "<|channel|>analysis<|message|>\\boxed{4}<|end|><|start|>assistant"
+    world.script = {"assistant\n": f"{analysis}<|channel|>final<|message|>\\boxed{{3}}<|return|>"}
+
+    async def agent(task: AgentTask) -> None:
+        await chat(task, [user("a")])
+
+    assert world.play(agent, 2000, format="gpt_oss").text == "<think>\\boxed{4}</think>\\boxed{3}"
+    assert world.play(agent, 2000).text.startswith(analysis)
+
+
 def test_a_renderer_reads_the_responses(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package with the interface of ``renderers``, which reads ``CALL name`` as a call."""
 
@@ -870,6 +882,7 @@ def test_a_renderer_reads_the_responses(world: World, monkeypatch: pytest.Monkey
 
     result = world.play(agent, 2000, renderer="x")
     assert result.counts["agent/malformed_calls"] == 1
+    assert result.text == "so CALL 5"
 
 
 def test_a_missing_renderer_is_an_error_before_the_first_episode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_dppo.types import Completion, FinishReason, VersionSpan
-from megatron_dppo_agents.conversations import continue_text, restore_thoughts
+from megatron_dppo_agents.conversations import ForkReason, continue_text, restore_thoughts
 from megatron_dppo_agents.segments import join_segments
 
 
@@ -21,9 +21,13 @@ class Template:
         return [0, *ids] if add_special_tokens else ids
 
 
-def sequence(text: str, *, is_chat: bool = False) -> Any:
+def sequence(text: str, *, is_chat: bool = False, response: str = "") -> Any:
     return SimpleNamespace(
-        is_chat=is_chat, text=None if is_chat else text, branch=SimpleNamespace(token_ids=tuple(map(ord, text)))
+        is_chat=is_chat,
+        text=None if is_chat else text + response,
+        prompt_text=text,
+        branch=SimpleNamespace(token_ids=tuple(map(ord, text + response))),
+        turns=[SimpleNamespace(start=len(text))] if response else [],
     )
 
 
@@ -50,6 +54,27 @@ def test_a_text_continues_the_newest_sequence_that_it_begins_with(
     result = continue_text(call, [*conversations, sequence(prompt, is_chat=True)], Template())  # type: ignore[arg-type]
     assert result.conversation is (None if index is None else conversations[index])
     assert result.token_ids == ([0] if index is None else []) + [ord(letter) for letter in rest]
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("Add: f(2) is 3", ForkReason.HISTORY),  # the response, with its number rewritten
+        ("Add: f(2.0) ", ForkReason.HISTORY),  # without its line break
+        ("Add: and more", None),
+        ("Add: ", None),
+        ("Ad", None),
+        ("Sum: f(2.0)\n", None),
+        ("Add: f(2.0) \n is 3", None),  # continues it
+    ],
+)
+def test_a_prompt_with_a_part_of_a_response_is_a_fork_of_its_history(
+    prompt: str, reason: ForkReason | None, *, as_tokens: bool
+) -> None:
+    conversations = [sequence("Sum: "), sequence("Add: ", response="f(2.0) \n"), sequence(prompt, is_chat=True)]
+    call: Any = SimpleNamespace(text=tuple(map(ord, prompt)) if as_tokens else prompt)
+    assert continue_text(call, conversations, Template()).fork_reason == reason  # type: ignore[arg-type]
 
 
 class Reader:

@@ -19,6 +19,7 @@ from megatron_dppo.rollout.batch import has_signal
 from megatron_dppo.rollout.pending import score_completions
 from megatron_dppo.run.step import make_samples
 from megatron_dppo.types import SamplingParams
+from megatron_dppo_agents import environment as environment_module
 from megatron_dppo_agents.environment import EnvironmentAgent
 from megatron_dppo_agents.episode_rewards import AgentRun
 from megatron_dppo_agents.runner import AgentTask
@@ -27,7 +28,7 @@ from tests.unit import configs
 from tests.unit.scripted import TASK, World
 
 INTERPRETER = """#!PYTHON
-import json, sys
+import json, os, sys, time
 starts = open("STARTS", "a+")
 starts.write("x"), starts.flush(), starts.seek(0)
 number = len(starts.read())
@@ -40,7 +41,9 @@ for line in sys.stdin:
         print("cancelled", call["cancel"], file=open("STARTS.cancelled", "a"))
     elif call["task"] == "hang":
         continue
-    elif call["task"] == "die" and number == 1:
+    elif call["task"] == "die holding the output" and os.fork() == 0:
+        time.sleep(600)
+    elif call["task"].startswith("die") and number == 1:
         sys.exit("out of memory with " + call["api_key"])
     else:
         failure = "no: " + call["api_key"] if call["task"] == "fail" else ""
@@ -112,17 +115,19 @@ def test_an_episode_has_rewards_by_name_and_its_key_is_in_no_message(agent: Call
     assert "no column 'task'" in asyncio.run(environment.run(task(None))).failure
 
 
+@pytest.mark.parametrize("end", ["die", "die holding the output"])
 def test_a_process_that_ends_fails_its_episodes_and_the_next_one_starts_another(
-    agent: Callable[..., EnvironmentAgent], tmp_path: Path
+    agent: Callable[..., EnvironmentAgent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
+    monkeypatch.setattr(environment_module, "OUTPUT_SECONDS", 0.2)
     environment = agent()
 
     async def two() -> list[Any]:
         hanging = asyncio.create_task(environment.run(task("hang")))
         await asyncio.sleep(0.1)
-        return [await environment.run(task("die")), await hanging]
+        return [await environment.run(task(end)), await hanging]
 
-    for found in asyncio.run(two()):
+    for found in asyncio.run(asyncio.wait_for(two(), 60)):
         assert not found.runs and "ended with status 1: out of memory with ***" in found.failure
     assert len(asyncio.run(environment.run(task("die"))).runs) == 1
     assert (tmp_path / "starts").read_text() == "xx"

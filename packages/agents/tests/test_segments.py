@@ -15,8 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
+import aiohttp
 import pytest
 import torch
+from aiohttp import web
 
 from columns import same
 from fake_servers import END, logprob
@@ -45,7 +47,11 @@ from megatron_dppo.types import (
     SamplingParams,
     TrainingSample,
 )
+from megatron_dppo_agents.agent_request import AgentRequest
+from megatron_dppo_agents.agent_response import AgentResponse
+from megatron_dppo_agents.episode_result import CallCounts
 from megatron_dppo_agents.runner import AgentTask
+from megatron_dppo_agents.running_calls import RunningCalls
 from megatron_dppo_agents.segments import join_segments
 from megatron_dppo_conversations.rules import ConversationError, order_tool_results
 from test_agents import chat, post, user
@@ -278,6 +284,58 @@ def test_a_response_that_nobody_read_does_not_train(world: World) -> None:
     assert result.counts["agent/untrained/interrupted"] == pytest.approx(2 / 3)
 
 
+@pytest.mark.parametrize("gone", [1, 2, 3])
+def test_a_response_is_read_if_one_of_its_clients_read_it(gone: int) -> None:
+    """Clients with a time limit send a call again while its first one is in progress."""
+
+    async def ask_three_times() -> list[Any]:
+        calls = RunningCalls(CallCounts())
+        call = AgentRequest(model="m", is_chat=True)
+        response = AgentResponse(call=call, message={}, token_ids=(), prompt_token_ids=(), finish_reason="stop")
+        is_sampled = asyncio.Event()
+
+        async def sample() -> AgentResponse:
+            await is_sampled.wait()
+            return response
+
+        clients = [asyncio.create_task(calls.respond(sample, b"body")) for _ in range(3)]
+        asyncio.get_running_loop().call_soon(is_sampled.set)
+        assert [await each for each in clients] == [response] * 3
+        for _ in range(gone):
+            calls.keep_undelivered(b"body", response)
+        undelivered = calls.undelivered
+        if undelivered:
+            assert await calls.respond(sample, b"body") is response and not calls.undelivered
+        calls.close()
+        return undelivered
+
+    assert len(asyncio.run(ask_three_times())) == (gone == 3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_whose_connection_breaks_while_it_is_written_does_not_train(
+    world: World, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    world.script = {"assistant\n": "ok"}
+    prepare = web.StreamResponse.prepare
+
+    async def breaks(self: web.StreamResponse, request: Any) -> Any:
+        if b"lost" in await request.read():
+            request.transport.abort()
+        return await prepare(self, request)
+
+    monkeypatch.setattr(web.StreamResponse, "prepare", breaks)
+
+    async def loses_the_last_call(task: AgentTask) -> None:
+        await chat(task, [user("a")])
+        with pytest.raises(aiohttp.ClientError):
+            await post(task, "/chat/completions", {"messages": [user("lost")], "stream": stream})
+
+    result = world.play(loses_the_last_call, 6000)
+    assert len(result.segments) == 1
+    assert result.counts["agent/untrained/interrupted"] == pytest.approx(1 / 2)
+
+
 REWRITTEN = {
     '{"a": 1.0, "b": 2}': 0,
     '{"b": 2, "a": 1e0}': 0,
@@ -306,6 +364,24 @@ def test_numbers_are_compared_by_value_and_a_rewritten_response_is_a_fork(
 
     result = world.play(agent, 6000)
     assert len(result.segments) == 3 + forks and result.counts["agent/forks/history"] == forks
+
+
+def test_a_call_whose_text_a_client_has_rewritten_is_a_fork(world: World) -> None:
+    """Clients that read calls from the text write them again, as qwen-agent, also behind a first turn."""
+    world.script = {"go on<|im_end|>\n<|im_start|>assistant\n": CALL, "assistant\n": "well", "Sum:": " 3.0 \n"}
+
+    async def agent(task: AgentTask) -> None:
+        first = await chat(task, [user("a")])
+        messages = [user("a"), first, user("go on")]
+        called = await chat(task, messages)
+        rewritten = {**called, "content": called["content"].replace("1", "1.0")}
+        await chat(task, [*messages, rewritten, user("3")])
+        _, answer = await post(task, "/completions", {"prompt": "Sum:"})
+        text = answer["choices"][0]["text"].strip().replace("3.0", "3")
+        await post(task, "/completions", {"prompt": f"Sum: {text} and"})
+
+    result = world.play(agent, 2000)
+    assert len(result.segments) == 4 and result.counts["agent/forks/history"] == 2
 
 
 def test_a_program_can_leave_segments_out_and_the_step_line_says_so(world: World) -> None:
@@ -343,6 +419,29 @@ def test_a_program_can_leave_segments_out_and_the_step_line_says_so(world: World
     engine = world.engine(nothing)
     failed = engine.generate([TASK], SamplingParams(max_new_tokens=100))[0]
     assert "left all responses of the policy out of training" in failed.failure
+
+
+def test_prompts_by_which_programs_test_their_model_are_left_out(world: World) -> None:
+    world.script = {"assistant\n": "four", "greet": "five"}
+    texts = ["say 'hello", "Write a title"]
+    greeting = "Please say 'hello, world'"
+
+    async def agent(task: AgentTask) -> None:
+        await post(task, "/responses", {"input": greeting})
+        await post(task, "/messages", {"max_tokens": 9, "system": "Write a title.", "messages": [user("1+2")]})
+        await post(task, "/completions", {"prompt": f"{greeting} greet"})
+        hello = await chat(task, [user(greeting)])
+        await chat(task, [user(greeting), hello, user("Go on")])
+        first = await chat(task, [user("1+2")])
+        # The text comes later, and so the conversation trains.
+        await chat(task, [user("1+2"), first, user("Write a title")])
+
+    result = world.play(agent, 2000, untrained_prompts=texts)
+    assert result.counts["agent/sequences"] == 5 and world.trained(result) == ["four<|im_end|>"] * 2
+    assert result.counts["agent/untrained/left_out"] == pytest.approx(5 / 7, abs=0.02)
+    assert world.play(agent, 2000).counts["agent/untrained/left_out"] == 0
+    with pytest.raises(ValueError, match=r"untrained_prompts\.0"):
+        world.engine(agent, untrained_prompts=[""])
 
 
 def test_a_call_that_begins_one_segment_too_many_is_rejected(world: World) -> None:

@@ -68,6 +68,9 @@ BROKEN["minimax"].append(CALLS["minimax"].replace("3</parameter>\n", "3</paramet
 BROKEN["gpt_oss"] = [CALLS["gpt_oss"].replace("{}<|call|>", "{<|call|>"), CALLS["gpt_oss"].removesuffix("<|call|>")]
 BROKEN["mistral"] = [CALLS["mistral"][:-20], CALLS["mistral"][:-1]]
 BROKEN["llama"] = [f"<|python_tag|>{CALLS['llama'][:-4]}", CALLS["llama"][:-4]]
+for each in ("hermes", "deepseek", "kimi", "mistral", "gpt_oss"):
+    # One key twice: its reader would have to guess which value is meant.
+    BROKEN[each].append(CALLS[each].replace(TEXT, TEXT.replace('"days": 3', '"days": 3, "city": "x"')))
 TAGS = {name: ("<think>", "</think>") for name in CALLS} | {"mistral": ("[THINK]", "[/THINK]")}
 
 
@@ -269,6 +272,40 @@ def test_a_value_may_contain_the_tags_of_its_form() -> None:
     body = json.dumps({"city": CALLS["kimi"]})
     text = CALLS["kimi"].replace(TEXT, body)
     assert calls_made(FORMATS["kimi"].parse(text, TOOLS).tool_calls)[0] == ("weather", {"city": CALLS["kimi"]})
+
+
+ENDS = {
+    "qwen3_xml": "</parameter>\n</function>\n</tool_call>",
+    "glm": "</arg_value>\n</tool_call>",
+    "minimax": "</parameter>\n</invoke>\n</minimax:tool_call>",
+    "deepseek_xml": "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+}
+"""The tags with which a call ends, in the forms whose values have no quotes."""
+
+
+@pytest.mark.parametrize("rest", ["", "x", " <think> y", "a <think>b</think> c", "TAG", "TAG y", "\n\nEND\n"])
+@pytest.mark.parametrize("name", ENDS)
+def test_a_string_with_the_end_of_its_call_is_counted_and_never_cut(name: str, rest: str) -> None:
+    """Nothing escapes the tags in such a string, so that it cannot be told from text behind a call."""
+    form = FORMATS[name]
+    opening = CALLS[name][: CALLS[name].index(">") + 1]
+    for end in (ENDS[name], ENDS[name].replace("\n", "")):
+        value = f"12{end}{rest}".replace("TAG", opening).replace("END", end)
+        parsed = form.parse(CALLS[name].replace("12", value, 1), TOOLS)
+        assert parsed.tool_calls == () and parsed.num_malformed >= 1, value
+    # Text behind a call, and further calls, are no such string.
+    for behind, num_calls in (("\nDone: <think>", 2), ("\n</tool_call> </parameter>", 2), (f"\n{CALLS[name]}", 4)):
+        parsed = form.parse(CALLS[name] + behind, TOOLS)
+        assert (len(parsed.tool_calls), parsed.num_malformed) == (num_calls, 0), behind
+
+
+def test_a_call_of_qwen_without_its_outer_tag_is_not_cut_either() -> None:
+    call = CALLS["qwen3_xml"].split("<tool_call>\n")[1].replace("\n</tool_call>\n", "")
+    for name in ("qwen3_xml", "hermes"):
+        text = call if name == "qwen3_xml" else f"<tool_call>{call}</tool_call>"
+        assert calls_made(FORMATS[name].parse(text, TOOLS).tool_calls) == [("weather", ARGUMENTS)]
+        parsed = FORMATS[name].parse(text.replace("12", "1</parameter></function></tool_call>2"), TOOLS)
+        assert (parsed.tool_calls, parsed.num_malformed) == ((), 1)
 
 
 def test_ids_are_those_that_the_model_wrote() -> None:

@@ -104,7 +104,13 @@ def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
         assert (parsed.content, parsed.num_malformed) == ("", 0), written
 
 
-@pytest.mark.parametrize("value", ["</parameter>\n<parameter=s>\nb", "<parameter=t>", "</parameter>\n</function>"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("</parameter>\n<parameter=s>\nb", "<parameter=t>", "</parameter>\n</function>"),
+        *("a</parameter>\n</function>\n</tool_call>b", "</parameter></function></tool_call><tool_call>"),
+    ],
+)
 def test_a_string_that_looks_like_the_end_of_its_call_is_counted(value: str) -> None:
     """Nothing escapes such a string, so that it cannot be told from a call that is broken."""
     template = (FOLDER / "qwen3_5_think.jinja").read_text(encoding="utf-8")

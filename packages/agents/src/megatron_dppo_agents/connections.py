@@ -5,7 +5,7 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 from aiohttp import web
@@ -37,7 +37,7 @@ class ConnectionLimit:
         self._owners: dict[RequestHandler, Hashable] = {}
         """Owner of the key that a connection had last: an episode."""
 
-    async def accept(self, listener: socket.socket) -> None:
+    async def accept(self, listener: socket.socket, make_protocol: Callable[[], RequestHandler]) -> None:
         """Accept connections until the task is canceled."""
         loop = asyncio.get_running_loop()
         while True:
@@ -45,7 +45,7 @@ class ConnectionLimit:
                 await asyncio.sleep(_RETRY_SECONDS)
             try:
                 accepted, _ = await loop.sock_accept(listener)
-                _, protocol = await loop.connect_accepted_socket(self._server, accepted)
+                _, protocol = await loop.connect_accepted_socket(make_protocol, accepted)
             except OSError:
                 # The client is gone, or other parts of the process use all file descriptors.
                 await asyncio.sleep(_RETRY_SECONDS)

@@ -63,6 +63,8 @@ class Conversation:
     """``ResponseReader.message_keys`` of the messages."""
     text: str | None = None
     """Prompt and responses of completions by text."""
+    prompt_text: str = ""
+    """The part of it before the last response."""
     response_keys: set[str] = field(default_factory=set)
     turns: list[TurnSpan] = field(default_factory=list)
     is_busy: bool = False
@@ -171,7 +173,21 @@ def continue_text(call: AgentRequest, conversations: Sequence[Conversation], tem
             suffix = call.text[len(known) :]
         if suffix is not None:
             return Continuation(conversation, template.encode(suffix))
-    return Continuation(None, template.encode(call.text, add_special_tokens=True))
+    is_rewritten = any(_begins_response(call.text, each) for each in conversations if not each.is_chat)
+    reason = ForkReason.HISTORY if is_rewritten else None
+    return Continuation(None, template.encode(call.text, add_special_tokens=True), reason)
+
+
+def _begins_response(prompt: str | tuple[int, ...], conversation: Conversation) -> bool:
+    """Return True if a prompt begins with that of a response and the first character or token of the response."""
+    known: str | tuple[int, ...]
+    if isinstance(prompt, str):
+        known = conversation.text or ""
+        end = len(conversation.prompt_text) + 1
+    else:
+        known = conversation.branch.token_ids
+        end = conversation.turns[-1].start + 1 if conversation.turns else len(known) + 1
+    return end <= len(known) and prompt[:end] == known[:end]
 
 
 def tools_key(call: AgentRequest) -> str:

@@ -19,10 +19,11 @@ from aiohttp import web
 from megatron_dppo.engines.responder import LoopThread
 from megatron_dppo.rollout.turns import check_reward
 from megatron_dppo_agents.agent_request import MODEL, CallError
+from megatron_dppo_agents.agent_response import AgentResponse
 from megatron_dppo_agents.completions_api import CHAT_COMPLETIONS, COMPLETIONS
 from megatron_dppo_agents.episode import Episode
 from megatron_dppo_agents.generate_api import GENERATE
-from megatron_dppo_agents.limited_server import LimitedServer, digest_key
+from megatron_dppo_agents.limited_server import LimitedServer, ask_for_body, digest_key, expect_later
 from megatron_dppo_agents.loopback_network import LoopbackNetwork
 from megatron_dppo_agents.messages_api import MESSAGES, error_body
 from megatron_dppo_agents.protocol_record import Protocol
@@ -94,17 +95,18 @@ class Endpoint:
 
     async def _listen(self) -> None:
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[_errors_as_json])
+        post = partial(web.post, expect_handler=expect_later)
         app.add_routes(
             [
-                *(web.post(each.path, partial(self._respond, protocol=each)) for each in _PROTOCOLS),
-                web.post(f"{MESSAGES.path}/count_tokens", self._count_tokens),
-                web.post("/v1/reward", self._reward),
-                web.post("/v1/segment", self._segment),
+                *(post(each.path, partial(self._respond, protocol=each)) for each in _PROTOCOLS),
+                post(f"{MESSAGES.path}/count_tokens", self._count_tokens),
+                post("/v1/reward", self._reward),
+                post("/v1/segment", self._segment),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name}", self._models),
             ]
         )
-        self._server = LimitedServer(app, self._host, network=self._network)
+        self._server = LimitedServer(app, self._host, network=self._network, error_body=_malformed_body)
         await self._server.start()
 
     @contextmanager
@@ -151,24 +153,12 @@ class Endpoint:
             response = await _run_in_episode_loop(episode, call)
             if protocol.store is not None:
                 protocol.store(response, episode.stored_responses)
-            keep = partial(episode.loop.call_soon_threadsafe, episode.calls.keep_undelivered, digest, response)
-            if request.transport is None or request.transport.is_closing():
-                # The client was gone before the response was complete. It may send the same body again.
-                keep()
-            if protocol.events is None or not response.call.stream:
-                return web.json_response(protocol.body(response))
-            # The response is already complete; the stream is only the format that the client asked for.
-            stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-            async with asyncio.timeout(TRANSFER_SECONDS):
-                try:
-                    await stream.prepare(request)
-                    for event in protocol.events(response):
-                        await stream.write(event)
-                except (ConnectionError, TimeoutError, asyncio.CancelledError):
-                    keep()
-                    raise
-                await stream.write_eof()
-            return stream
+            try:
+                return await _send(request, protocol, response)
+            except (ConnectionError, asyncio.CancelledError):
+                # The client was gone before it had the response. It may send the same body again.
+                episode.loop.call_soon_threadsafe(episode.calls.keep_undelivered, digest, response)
+                raise
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         with self._authorized(request) as episode:
@@ -234,6 +224,7 @@ class Endpoint:
         """Receive a body, and return a function that inflates and parses it."""
         try:
             async with asyncio.timeout(TRANSFER_SECONDS):
+                await ask_for_body(request)
                 content = await request.read()
         except TimeoutError as error:
             raise CallError(f"the body did not arrive within {TRANSFER_SECONDS:g} seconds", 408, "timeout") from error
@@ -241,6 +232,23 @@ class Endpoint:
             raise CallError(f"the body cannot be read: {error!s:.200}") from error
         encoding = request.headers.get("Content-Encoding", "")
         return lambda: parse_body(content, encoding, self._max_body_bytes)
+
+
+async def _send(request: web.Request, protocol: Protocol, response: AgentResponse) -> web.StreamResponse:
+    """Write a response, or raise ``ConnectionError`` if its client does not read it."""
+    # The response is already complete; a stream is only the format that the client asked for.
+    events = protocol.events(response) if protocol.events is not None and response.call.stream else None
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    answer = web.StreamResponse(headers=headers) if events is not None else web.json_response(protocol.body(response))
+    try:
+        async with asyncio.timeout(TRANSFER_SECONDS):
+            await answer.prepare(request)
+            for event in events or ():
+                await answer.write(event)
+            await answer.write_eof()
+    except TimeoutError as error:
+        raise ConnectionError(f"the response was not read within {TRANSFER_SECONDS:g} seconds") from error
+    return answer
 
 
 def _is_trained(request: web.Request) -> bool:
@@ -290,6 +298,12 @@ def parse_body(content: bytes, encoding: str, max_bytes: int) -> object:
         raise CallError(f"{error} (agent.max_body_bytes)", 413) from error
     except ValueError as error:
         raise CallError(f"the body is no JSON: {error!s:.200}") from error
+
+
+def _malformed_body(message: str) -> dict[str, Any]:
+    """Return the body of an error whose path is unknown, so that the clients of all APIs can read it."""
+    error = CallError(message)
+    return error_body(error) | error.body
 
 
 @web.middleware

@@ -20,7 +20,14 @@ from typing import Any
 from megatron_dppo.config.rollout import AgentConfig
 from megatron_dppo.errors import GenerateError
 from megatron_dppo_agents.episode_rewards import AgentRun
-from megatron_dppo_agents.runner import AgentExit, AgentTask, isolated_command, marked_variables, stop_signals_unblocked
+from megatron_dppo_agents.runner import (
+    OUTPUT_SECONDS,
+    AgentExit,
+    AgentTask,
+    isolated_command,
+    marked_variables,
+    stop_signals_unblocked,
+)
 
 _PROGRAM = str(Path(__file__).with_name("verifiers_program.py"))
 _START_SECONDS = 300.0
@@ -98,7 +105,7 @@ class EnvironmentAgent:
 
 
 class EnvironmentProcess:
-    """The process and its pipes; a thread reads its replies."""
+    """The process and its pipes. One thread reads its replies, and another waits for its end."""
 
     def __init__(self, config: AgentConfig) -> None:
         assert config.environment is not None and config.environment_python is not None
@@ -125,7 +132,9 @@ class EnvironmentProcess:
         except OSError as error:
             raise GenerateError(f"agent.environment_python = {python!r} cannot be started: {error}") from error
         threading.Thread(target=self._read_errors, name="environment-errors", daemon=True).start()
-        threading.Thread(target=self._read_replies, name="environment", daemon=True).start()
+        self._reader = threading.Thread(target=self._read_replies, name="environment", daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._wait_for_end, name="environment-end", daemon=True).start()
         given: Any = config.environment_options.get("taskset", {})
         taskset = {**given, "id": config.environment.partition(":")[2]}
         options = {**config.environment_options, "taskset": taskset}
@@ -197,6 +206,10 @@ class EnvironmentProcess:
                 self._tasks.set_result(reply)
             elif (future := self._replies.pop(reply["id"], None)) is not None and not future.cancelled():
                 future.set_result(reply)
+
+    def _wait_for_end(self) -> None:
+        self._process.wait()
+        self._reader.join(OUTPUT_SECONDS)  # a child process that is still running may hold the output open
         self.has_ended = True
         self._fail_all()
 

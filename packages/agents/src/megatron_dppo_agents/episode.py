@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from megatron_dppo.rollout.response_text import decode_response, decode_tokens
+from megatron_dppo.rollout.response_text import decode_tokens
 from megatron_dppo.rollout.stop_strings import StopStrings
 from megatron_dppo.rollout.turns import Turns
 from megatron_dppo.types import Completion, FinishReason, SegmentCredit, ToolTime
@@ -47,6 +47,8 @@ class EpisodeSettings:
     """Conversations that are trained on."""
     credit: Literal["episode", "turn", "agent"] = "episode"
     """``agent.credit``."""
+    untrained_prompts: tuple[str, ...] = ()
+    """``agent.untrained_prompts``."""
     rewards: NamedRewards = field(default_factory=NamedRewards)
     """Parts in which the agent gives its reward."""
 
@@ -232,7 +234,7 @@ class Episode:
     def _segment(self, conversation: Conversation) -> Completion:
         """Return a conversation as a completion, with the text from its first response on."""
         branch = conversation.branch
-        text = decode_response(self._turns.tokenizer, branch.token_ids[conversation.prompt_tokens :])
+        text = self._reader.answer_text(branch.token_ids[conversation.prompt_tokens :])
         past = self._rewards.past_rewards(conversation) if self.settings.credit == "turn" else None
         last_tokens = {turn.order: turn.end - 1 for turn in conversation.turns}
         times = tuple(
@@ -325,6 +327,7 @@ class Episode:
         elif isinstance(call.text, str):
             # With its stop string: a prompt without that does not continue these tokens.
             conversation.text = call.text + text
+            conversation.prompt_text = call.text
         return response
 
     def _append(self, prepared: PreparedCall, *, is_trained: bool, session: str) -> Conversation:
@@ -353,6 +356,7 @@ class Episode:
         conversation = Conversation(
             branch, num_prompt, tools_key(call), is_chat=call.is_chat, is_trained=is_trained, session=session
         )
+        conversation.is_left_out = any(each in text for each in self.settings.untrained_prompts for text in call.texts)
         self._conversations.append(conversation)
         return conversation
 

@@ -89,6 +89,7 @@ class AgentFunction:
             max_segments=config.max_segments,
             segments=config.segments,
             credit=config.credit,
+            untrained_prompts=tuple(config.untrained_prompts),
             rewards=NamedRewards(part_weights or {}),
         )
         self._template: ChatTemplate | None = None

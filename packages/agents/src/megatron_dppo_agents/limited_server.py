@@ -4,8 +4,10 @@ import asyncio
 import hashlib
 import logging
 import socket
+from collections.abc import Callable
+from http import HTTPStatus
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from megatron_dppo_agents.connections import ConnectionLimit, reserve_descriptors
 from megatron_dppo_agents.loopback_network import LoopbackNetwork
@@ -24,16 +26,16 @@ _logger = logging.getLogger(__name__)
 _logger.disabled = True
 
 
-class LimitedServer:
-    """Listening HTTP server. ``start`` and ``stop`` belong to one event loop. Port 0 takes a free one."""
+class _Protocol(web.RequestHandler):
+    """Protocol of one connection, whose errors have the form of the API also if no handler was reached."""
 
-    def __init__(self, app: web.Application, host: str, port: int = 0, network: LoopbackNetwork | None = None) -> None:
-        # No access log: it would contain nothing that a run needs.
-        self._runner = web.AppRunner(
-            app,
+    def __init__(self, server: web.Server, error_body: Callable[[str], object]) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            # No access log: it would contain nothing that a run needs.
             access_log=None,
             logger=_logger,
-            shutdown_timeout=1.0,
             keepalive_timeout=IDLE_SECONDS,
             lingering_time=LINGER_SECONDS,
             max_line_size=_MAX_HEADER_BYTES,
@@ -43,6 +45,60 @@ class LimitedServer:
             # aiohttp would inflate a body before its key is known.
             auto_decompress=False,
         )
+        self._error_body = error_body
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """See ``RequestHandler``, which has plain text and HTML."""
+        super().handle_error(request, status, exc, message)
+        reason = " ".join((message or type(exc).__name__).split())
+        problem = "is no valid HTTP" if status == HTTPStatus.BAD_REQUEST else "failed"
+        answer = web.json_response(self._error_body(f"the request {problem}: {reason:.200}"), status=status)
+        answer.force_close()
+        return answer
+
+
+async def expect_later(request: web.Request) -> None:
+    """Send no ``100 Continue``, as the ``expect_handler`` of a route: ``ask_for_body`` does it behind the key."""
+
+
+async def ask_for_body(request: web.Request) -> None:
+    """Send the ``100 Continue`` that a client may wait for before it sends the body.
+
+    Any other ``Expect`` raises ``HTTPExpectationFailed``.
+    """
+    expected = request.headers.get("Expect", "")
+    if not expected or request.version < HttpVersion11:
+        return
+    if expected.lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text=f"the header Expect = {expected!r:.80}, expected 100-continue")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    # aiohttp sends no error behind the first byte of a response.
+    request.writer.output_size = 0
+
+
+class LimitedServer:
+    """Listening HTTP server. ``start`` and ``stop`` belong to one event loop. Port 0 takes a free one.
+
+    ``error_body`` gives the JSON of the message of an error, for requests that reach no handler.
+    """
+
+    def __init__(
+        self,
+        app: web.Application,
+        host: str,
+        port: int = 0,
+        network: LoopbackNetwork | None = None,
+        *,
+        error_body: Callable[[str], object],
+    ) -> None:
+        self._runner = web.AppRunner(app, shutdown_timeout=1.0)
+        self._error_body = error_body
         self._address = (host, port)
         self._network = network
         self._connections: ConnectionLimit | None = None
@@ -66,8 +122,9 @@ class LimitedServer:
     async def start(self) -> None:
         """Listen and accept connections; ``OSError`` if the address cannot be used."""
         await self._runner.setup()
-        assert self._runner.server is not None
-        self._connections = ConnectionLimit(self._runner.server, reserve_descriptors())
+        server = self._runner.server
+        assert server is not None
+        self._connections = ConnectionLimit(server, reserve_descriptors())
         # aiohttp's own sites accept without a limit; ``ConnectionLimit`` accepts instead.
         if self._network is None:
             family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
@@ -75,7 +132,8 @@ class LimitedServer:
         else:
             self._listener = self._network.listen(self._address)
         self._listener.setblocking(False)
-        self._accepting = asyncio.create_task(self._connections.accept(self._listener))
+        accepting = self._connections.accept(self._listener, lambda: _Protocol(server, self._error_body))
+        self._accepting = asyncio.create_task(accepting)
 
     async def stop(self) -> None:
         """Close all connections and stop listening."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_dppo.errors import GenerateError
+from megatron_dppo.rollout.response_text import decode_response
 from megatron_dppo.rollout.stop_strings import StopMatch
 from megatron_dppo_agents.agent_request import AgentRequest, CallError
 from megatron_dppo_agents.response_reader import ResponseReader
@@ -53,6 +54,10 @@ class RendererReader(ResponseReader):
     def stop_token_ids(self, call: AgentRequest) -> tuple[int, ...]:
         """See ``ResponseReader``."""
         return (*self._renderer.get_stop_token_ids(), *call.stop_token_ids)
+
+    def answer_text(self, tokens: Sequence[int]) -> str:
+        """See ``ResponseReader``. Renderers have no such text, but the chat template has a form."""
+        return decode_response(self._tokenizer, tokens)
 
     def parse(
         self,

@@ -75,6 +75,10 @@ class ResponseReader:
         """Return the text of sampled tokens, in which tool calls and stop strings are looked for."""
         return decode_tokens(self._tokenizer, tokens, self._format.text_tokens)
 
+    def answer_text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens as rewards, judges and user functions read it."""
+        return self._format.answer_text(self.text(tokens))
+
     def parse(
         self,
         call: AgentRequest,

@@ -1,6 +1,7 @@
 """The calls of an episode that are in progress, and how they end."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,9 @@ class RunningCalls:
         self._by_digest: dict[bytes, asyncio.Task[AgentResponse]] = {}
         """Calls in progress by the digest of their bodies."""
         self._undelivered: dict[bytes, AgentResponse] = {}
-        """Responses whose client was gone when they were complete, by the digest of the call's body."""
+        """Responses that none of their clients has read, by the digest of the call's body."""
+        self._num_readers: Counter[str] = Counter()
+        """Number of clients that are reading a response or have read it, by ``AgentResponse.name``."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._num_sampling = 0
         self._stop_error: TurnsStopped | None = None
@@ -38,7 +41,7 @@ class RunningCalls:
         """
         if digest in self._undelivered:
             self._counts.repeated += 1
-            return self._undelivered.pop(digest)
+            return self._read(self._undelivered.pop(digest))
         task = self._by_digest.get(digest)
         if task is None:
             task = asyncio.create_task(self._run(process))
@@ -49,11 +52,17 @@ class RunningCalls:
         else:
             self._counts.repeated += 1
         # The call goes on for a client that sends it again.
-        return await asyncio.shield(task)
+        return self._read(await asyncio.shield(task))
+
+    def _read(self, response: AgentResponse) -> AgentResponse:
+        self._num_readers[response.name] += 1
+        return response
 
     def keep_undelivered(self, digest: bytes, response: AgentResponse) -> None:
-        """Keep a response whose client was gone, for the same body that is sent again."""
-        self._undelivered[digest] = response
+        """Keep a response that one of its clients did not read, if there is no other one, for the same body again."""
+        self._num_readers[response.name] -= 1
+        if not self._num_readers[response.name]:
+            self._undelivered[digest] = response
 
     @property
     def undelivered(self) -> list[AgentResponse]:

@@ -104,7 +104,7 @@ class TinkerServer:
             web.get("/api/v1/samplers/{name}", self._sampler),
         ]
         app.add_routes(routes)
-        server = LimitedServer(app, host, port)
+        server = LimitedServer(app, host, port, error_body=lambda message: {"detail": message})
         await server.start()
         return server
 

@@ -233,16 +233,44 @@ class TaggedFormat:
             elif match[0] == closing:
                 # The thought began in the prompt: everything before was thought.
                 blocks = []
-            elif match[0] != self.open_tag:
-                if has_tool(tools, match["name"]):
-                    call, position = self._read_bare_call(text, match.start(), tools)
-                    if call is not None or match.start() != counted:
-                        blocks.append((match.start(), call))
-            elif self.start is None or self.start.match(text, position):
-                calls, position = self._read_block(text, position, tools)
-                blocks.append((match.start(), calls))
-                counted = skip_space(text, match.end()) if calls is None else -1
+            elif not self._begins_call(text, match, tools):
+                continue
+            else:
+                is_bare = match[0] != self.open_tag
+                if is_bare:
+                    calls, position = self._read_bare_call(text, match.start(), tools)
+                else:
+                    calls, position = self._read_block(text, position, tools)
+                if calls is not None and self._is_cut(text, position, tag, tools):
+                    calls = None
+                if not is_bare or calls is not None or match.start() != counted:
+                    blocks.append((match.start(), calls))
+                if not is_bare:
+                    counted = skip_space(text, match.end()) if calls is None else -1
         return blocks
+
+    def _unquoted_end(self) -> re.Pattern[str] | None:
+        """Return a pattern of the end of a value without quotes, which a string may hold; None if all have quotes."""
+        return None
+
+    def _is_cut(self, text: str, position: int, tag: re.Pattern[str], tools: Tools) -> bool:
+        """Return True if the end of a value follows a call, before another one begins.
+
+        Then a string of the call holds the tags of its end. Nothing says which of them is the end.
+        """
+        value_end = self._unquoted_end()
+        if value_end is None:
+            return False
+        starts = (match.start() for match in tag.finditer(text, position) if self._begins_call(text, match, tools))
+        return value_end.search(text, position, next(starts, len(text))) is not None
+
+    def _begins_call(self, text: str, match: re.Match[str], tools: Tools) -> bool:
+        """Return True if a tag begins a call, and is no tag of a thought and not only mentioned."""
+        if match[0] in self.thought_tags:
+            return False
+        if match[0] != self.open_tag:
+            return has_tool(tools, match["name"])
+        return self.start is None or self.start.match(text, match.end()) is not None
 
     def _read_bare_call(self, text: str, position: int, tools: Tools) -> tuple[list[ToolCall] | None, int]:
         """Return the call without opening tag at a position, as ``_read_block`` does; the position is later."""

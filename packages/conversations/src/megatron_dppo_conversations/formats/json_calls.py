@@ -12,7 +12,7 @@ from megatron_dppo_conversations.formats.base import (
     skip_space,
 )
 from megatron_dppo_conversations.formats.json_values import parse_json_prefix
-from megatron_dppo_conversations.formats.parameter_calls import read_function
+from megatron_dppo_conversations.formats.parameter_calls import FUNCTION_GRAMMAR, read_function
 from megatron_dppo_conversations.formats.schemas import Tools, has_tool
 
 
@@ -41,6 +41,10 @@ class HermesFormat(TaggedFormat):
     def call_end(self) -> str | None:
         """See ``ResponseFormat``."""
         return self.close_tag
+
+    def _unquoted_end(self) -> re.Pattern[str] | None:
+        # Of calls of Qwen3.5's form.
+        return FUNCTION_GRAMMAR.value_end
 
     def _read_block(self, text: str, position: int, tools: Tools) -> tuple[list[ToolCall] | None, int]:
         start = skip_space(text, position)

@@ -3,6 +3,7 @@
 import json
 import math
 import zlib
+from collections import Counter
 from typing import Any
 
 _MAX_DEPTH = 64
@@ -35,7 +36,10 @@ def inflate(content: bytes, encoding: str, max_bytes: int) -> bytes:
 
 
 def parse_json(text: str | bytes) -> object:
-    """Return the value of a JSON text; ``ValueError`` if it is none, has NaN or infinities, or is nested too deeply."""
+    """Return the value of a JSON text; ``ValueError`` if it is none, or holds a value that means different things.
+
+    Those are NaN and infinities, values that are nested too deeply, and objects with a key twice.
+    """
     return _DECODER.decode(text if isinstance(text, str) else text.decode())
 
 
@@ -70,6 +74,14 @@ def _parse_float(text: str) -> float:
     return value
 
 
+def _object_without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {repeated!r:.80} twice; write it once")
+    return value
+
+
 class _Decoder(json.JSONDecoder):
     """Decoder that reports text that is nested too deeply as invalid."""
 
@@ -83,5 +95,7 @@ class _Decoder(json.JSONDecoder):
         return value, end
 
 
-# Python's decoder accepts NaN and Infinity, and reads 1e999 as infinity.
-_DECODER = _Decoder(parse_constant=_reject_constant, parse_float=_parse_float)
+# Python's decoder accepts NaN and Infinity, reads 1e999 as infinity, and takes the last of equal keys.
+_DECODER = _Decoder(
+    parse_constant=_reject_constant, parse_float=_parse_float, object_pairs_hook=_object_without_repetition
+)

@@ -66,7 +66,7 @@ def read_parameters(text: str, position: int, grammar: ParameterGrammar, tools: 
     return make_tool_call("", head["name"], arguments), tail.end()
 
 
-_FUNCTION = ParameterGrammar(
+FUNCTION_GRAMMAR = ParameterGrammar(
     call=re.compile(r"\s*<function=(?P<name>[^>\s]+)>"),
     parameter=re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>"),
     value_end=re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>))"),
@@ -77,7 +77,7 @@ _FUNCTION = ParameterGrammar(
 
 def read_function(text: str, position: int, tools: Tools) -> tuple[ToolCall | None, int]:
     """Return a call of Qwen3.5's form, ``<function=NAME><parameter=KEY>VALUE</parameter></function>``."""
-    return read_parameters(text, position, _FUNCTION, tools)
+    return read_parameters(text, position, FUNCTION_GRAMMAR, tools)
 
 
 class ParameterFormat(TaggedFormat):
@@ -102,6 +102,9 @@ class ParameterFormat(TaggedFormat):
             return None, position
         return calls, end + len(self.close_tag)
 
+    def _unquoted_end(self) -> re.Pattern[str] | None:
+        return self.grammar.value_end
+
     def call_end(self) -> str | None:
         """See ``ResponseFormat``."""
         return None if self.has_many_calls else self.close_tag
@@ -113,7 +116,7 @@ class QwenXmlFormat(ParameterFormat):
     name = "qwen3_xml"
     open_tag = "<tool_call>"
     close_tag = "</tool_call>"
-    grammar = _FUNCTION
+    grammar = FUNCTION_GRAMMAR
     has_many_calls = False
     text_tokens = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
     # Cut off within its first tag, a call is malformed and not only mentioned.
