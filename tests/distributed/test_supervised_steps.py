@@ -24,7 +24,7 @@ from tests.distributed.spawn import run_distributed
 
 pytestmark = pytest.mark.distributed
 
-STEPS, BATCH = 4, 4
+STEPS, BATCH = 4, 2
 CASE = Case({"expert_model_parallel_size": 2}, family="qwen3_next")
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 ALL = flags(
     rollout__perturbation__router_noise=0.5,
     rollout__perturbation__unrecorded_top_p=0.8,
-    rollout__temperature=0.5,
+    rollout__temperature=0.7,
     train__max_staleness=1,
     optimizer__lr=1e-3,
 )
@@ -45,8 +45,9 @@ def test_the_parts_of_a_run_with_every_mismatch_close_on_two_ranks(short_run: li
     actual = diagnosed(tmp_path / "run", processes=2)
     size = {cause: row["mean_abs" if "mean_abs" in row else "size"] for cause, row in actual["causes"].items()}
     assert actual["closes"] is True and size["unexplained"] < 1e-2 * actual["mean_abs"]
-    for cause in ("staleness", "sampler", "router ids", "router weights", "engine numerics"):
+    for cause in ("staleness", "sampler", "router ids", "router weights"):
         assert size[cause] > 1e-3, f"{cause} is there on purpose: {size}"
+    assert size["engine numerics"] > 1e-4, f"bf16 samples; fp32 has 2e-6: {size}"
 
 
 @pytest.mark.long

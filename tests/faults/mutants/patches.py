@@ -24,8 +24,8 @@ DRILLED = (
     Patch(
         "tokens of the two versions before are accepted",
         "megatron_dppo_engines/servers/pool.py",
-        "valid = self._versions[version_index:]",
-        "valid = self._versions[max(0, version_index - 2) :]",
+        "valid = self.versions[version_index:]",
+        "valid = self.versions[max(0, version_index - 2) :]",
         first=280,
     ),
     Patch(
