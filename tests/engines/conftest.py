@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.process.orphans import no_orphans
-from megatron_dppo.weights import sync as weight_sync
 from megatron_dppo_engines.serving.collectives import TESTED
 from tests.engines.calls import call
 from tests.engines.servers import Engine, SharedEngine, start_sglang, start_vllm
@@ -32,14 +31,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def servers_end_with_the_tests() -> Iterator[None]:
     """Stop servers however the tests end: servers run in separate sessions."""
     with no_orphans():
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def answers_may_be_late() -> Iterator[None]:
-    """A sync of these tests waits for servers that share two cores with others."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_sync, "INFO_SECONDS", 60.0)
         yield
 
 

@@ -96,7 +96,7 @@ def has_ended(engine: Engine, seconds: float) -> bool:
 
 
 def wait_ready(engine: Engine) -> Engine:
-    """Wait for /health.
+    """Wait for /health, and until vLLM knows what /server_info says: it runs programs for it, once.
 
     Raises:
         RuntimeError: it ended, or did not answer in time; with the end of its log.
@@ -105,9 +105,16 @@ def wait_ready(engine: Engine) -> Engine:
     while time.monotonic() < end and not has_ended(engine, 0.5):
         with contextlib.suppress(OSError), urllib.request.urlopen(engine.url + "/health", timeout=30) as answer:
             if answer.status == 200:
+                if engine.kind == "vllm":
+                    _get(engine.url + "/server_info?config_format=json")
                 return engine
     stop_engine(engine)
     raise RuntimeError(f"{engine.url} did not start:\n" + engine.log.read_text(errors="replace")[-4000:])
+
+
+def _get(url: str) -> None:
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=120) as answer:
+        answer.read()
 
 
 def stop_engine(engine: Engine) -> None:
