@@ -142,7 +142,7 @@ def steps(folder: Path) -> list[int]:
     return [r["step"] for r in records(folder) if "train/loss" in r] if file.exists() else []
 
 
-def until_step(job: Job, folder: Path, step: int, timeout: float = 120) -> None:
+def until_step(job: Job, folder: Path, step: int, timeout: float = 300) -> None:
     end = time.monotonic() + timeout
     while not (done := steps(folder)) or done[-1] < step:
         assert time.monotonic() < end and job.state != "FAILED", f"no step {step}:\n{job.output}"
