@@ -20,11 +20,12 @@ find_python() {
 # prefix PYTHON: the environment that an interpreter belongs to.
 prefix() { "$1" -c 'import os, sys; print(os.path.realpath(sys.prefix))'; }
 
-# pip_install PYTHON ARGUMENT...: do as "PYTHON -m pip install ARGUMENT..." does, by uv (UV, one in PATH, or of that environment), which
-# needs a tenth of pip's seconds. It does not read what pip is configured with (indexes, folders of wheels, constraints, certificate),
-# so it gets that here. What uv cannot install, pip is asked for.
+# pip_install PYTHON ARGUMENT...: do as "PYTHON -m pip install ARGUMENT..." does, by uv (UV, that environment's, or one in PATH),
+# which needs a tenth of pip's seconds. It does not read what pip is configured with (indexes, folders of wheels, constraints,
+# certificate), so it gets that here. What uv cannot install, pip is asked for.
 pip_install() {
-    local python=$1 configured uv each constraints=() flags=(-q --disable-pip-version-check) variables=(UV_NO_CONFIG=1 UV_INDEX_STRATEGY=unsafe-best-match)
+    local python=$1 configured uv each constraints=() flags=(-q --disable-pip-version-check)
+    local variables=(UV_NO_CONFIG=1 UV_INDEX_STRATEGY=unsafe-best-match)
     shift
     uv=${UV:-$(command -v "$(dirname "$python")/uv" || command -v uv || true)}
     if [ -z "$uv" ] && "$python" -m pip install "${flags[@]}" uv 2>/dev/null; then

@@ -63,7 +63,7 @@ def engine_over(
         client = Watched(engine.url, deadlines=limits)
         client.answered, client.asked = Counter(), 0
         clients.append(client)
-    found = ServerEngine(
+    engine = ServerEngine(
         clients,
         TOKENIZER,
         AutoConfig.from_pretrained(model.folder),
@@ -71,8 +71,8 @@ def engine_over(
         health_seconds=1,
         function=function,
     )
-    update(found, clients, model, version)
-    return clients, found
+    update(engine, clients, model, version)
+    return clients, engine
 
 
 def update(engine: ServerEngine, clients: Any, model: Reference, version: int) -> None:
@@ -133,11 +133,11 @@ def test_responses_of_two_servers_are_those_of_the_model_and_siblings_share_a_se
     clients, engine = engine_over(two, old_model, 3)
     try:
         asked = prompts(16, siblings=4)
-        found = engine.generate(asked, PARAMS)
-        for prompt, completion in zip(asked, found, strict=True):
+        sampled = engine.generate(asked, PARAMS)
+        for prompt, completion in zip(asked, sampled, strict=True):
             check(prompt, completion, {3: old_model})
         assert [client.asked for client in clients] == [8, 8]
-        assert len({tuple(completion.token_ids.tolist()) for completion in found[:4]}) == 4
+        assert len({tuple(completion.token_ids.tolist()) for completion in sampled[:4]}) == 4
     finally:
         engine.close()
 
@@ -150,16 +150,16 @@ def test_responses_interrupted_by_new_weights_continue_and_each_span_has_its_ver
         # How long a response takes depends on the machine and on what else it does.
         for version, seconds in enumerate((0.4, 0.1, 0.8, 0.2, 1.6, 0.05)):
             before, after = (old_model, new_model) if version % 2 == 0 else (new_model, old_model)
-            asked, found = prompts(12, siblings=3), list[Completion]()
-            thread = threading.Thread(target=sample_into, args=(found, engine, asked))
+            asked, sampled = prompts(12, siblings=3), list[Completion]()
+            thread = threading.Thread(target=sample_into, args=(sampled, engine, asked))
             thread.start()
             time.sleep(seconds)
             update(engine, clients, after, version + 1)
             thread.join(120)
-            assert len(found) == len(asked)
-            for prompt, completion in zip(asked, found, strict=True):
+            assert len(sampled) == len(asked)
+            for prompt, completion in zip(asked, sampled, strict=True):
                 check(prompt, completion, {version: before, version + 1: after})
-            if sum(len(completion.policy_versions) == 2 for completion in found) >= 3:
+            if sum(len(completion.policy_versions) == 2 for completion in sampled) >= 3:
                 return
         pytest.fail("no update came while several responses were under way")
     finally:
@@ -174,8 +174,8 @@ def is_asked(client: Any) -> None:
         time.sleep(0.02)
 
 
-def sample_into(found: list[Completion], engine: ServerEngine, asked: list[Prompt]) -> None:
-    found.extend(engine.generate(asked, PARAMS))
+def sample_into(sampled: list[Completion], engine: ServerEngine, asked: list[Prompt]) -> None:
+    sampled.extend(engine.generate(asked, PARAMS))
 
 
 def test_the_slowest_responses_are_stopped_and_continued_with_the_next_weights(
@@ -223,10 +223,10 @@ def test_tool_tokens_are_masked_and_model_tokens_are_exact(two: list[Engine], ol
     _, engine = engine_over(two, old_model, 5, module.generate)
     try:
         asked = prompts(16, siblings=2)
-        found = engine.generate(asked, PARAMS)
+        sampled = engine.generate(asked, PARAMS)
         given = tuple(TOKENIZER.encode(" = 42\n", add_special_tokens=False))
         turns = 0
-        for prompt, completion in zip(asked, found, strict=True):
+        for prompt, completion in zip(asked, sampled, strict=True):
             tokens = completion.token_ids.tolist()
             logprobs = completion.logprobs
             is_model_token = completion.loss_mask
@@ -257,8 +257,8 @@ def test_a_hanging_server_is_evicted_and_used_after_it_recovers_with_the_current
 ) -> None:
     clients, engine = engine_over(two, old_model, 0, alive=3)
     try:
-        asked, found = prompts(12, siblings=2), list[Completion]()
-        thread = threading.Thread(target=sample_into, args=(found, engine, asked))
+        asked, sampled = prompts(12, siblings=2), list[Completion]()
+        thread = threading.Thread(target=sample_into, args=(sampled, engine, asked))
         thread.start()
         is_asked(clients[1])
         os.killpg(two[1].process.pid, signal.SIGSTOP)
@@ -266,8 +266,8 @@ def test_a_hanging_server_is_evicted_and_used_after_it_recovers_with_the_current
             thread.join(120)
         finally:
             os.killpg(two[1].process.pid, signal.SIGCONT)
-        assert len(found) == len(asked)
-        for prompt, completion in zip(asked, found, strict=True):
+        assert len(sampled) == len(asked)
+        for prompt, completion in zip(asked, sampled, strict=True):
             check(prompt, completion, {0: old_model})
         assert engine.take_counts().evicted_servers == 1
         before = clients[1].asked
@@ -283,14 +283,14 @@ def test_a_hanging_server_is_evicted_and_used_after_it_recovers_with_the_current
 def test_a_server_killed_during_a_rollout_costs_only_time(two: list[Engine], old_model: Reference) -> None:
     clients, engine = engine_over(two, old_model, 0)
     try:
-        asked, found = prompts(12, siblings=2), list[Completion]()
-        thread = threading.Thread(target=sample_into, args=(found, engine, asked))
+        asked, sampled = prompts(12, siblings=2), list[Completion]()
+        thread = threading.Thread(target=sample_into, args=(sampled, engine, asked))
         thread.start()
         is_asked(clients[1])
         os.killpg(two[1].process.pid, signal.SIGKILL)
         thread.join(180)
-        assert len(found) == len(asked)
-        for prompt, completion in zip(asked, found, strict=True):
+        assert len(sampled) == len(asked)
+        for prompt, completion in zip(asked, sampled, strict=True):
             check(prompt, completion, {0: old_model})
         answered = clients[0].answered + clients[1].answered
         assert len(answered) == 12 and set(answered.values()) == {1}, "each exactly once"

@@ -59,7 +59,7 @@ def test_abort_returns_the_tokens_so_far_and_ignores_requests_with_a_longer_id(
 
     async def use(server: InferenceServer) -> tuple[Generation, Generation]:
         tasks = [asyncio.create_task(server.generate(request)) for request in (aborted, other)]
-        await server.generate(ask(SHORT, 8, temperature=0))  # sampled together with the others, which have tokens then
+        await server.generate(ask(SHORT, 8, temperature=0))  # both have tokens when it ends
         await server.abort("a")
         return await tasks[0], await tasks[1]
 

@@ -101,8 +101,8 @@ def install(tmp_path: Path, uv_code: int, **variables: str) -> tuple[int, str, s
     python.write_text(f'#!/bin/bash\nif [ "$3" = config ]; then exec {sys.executable} "$@"; fi\necho "pip: $@"\n')
     python.chmod(0o755)
     script = f"source {ROOT}/tools/environment.sh; pip_install {python} --no-deps -r list.txt"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "SSL_"))}
-    env = {**kept, "PIP_CONFIG_FILE": os.devnull, "UV": str(uv), **variables}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "SSL_"))}
+    env = {**inherited, "PIP_CONFIG_FILE": os.devnull, "UV": str(uv), **variables}
     done = subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, (tmp_path / "note").read_text()
 
