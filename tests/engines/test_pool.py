@@ -63,7 +63,7 @@ def engine_over(
         client = Watched(engine.url, deadlines=limits)
         client.answered, client.asked = Counter(), 0
         clients.append(client)
-    engine = ServerEngine(
+    over_both = ServerEngine(
         clients,
         TOKENIZER,
         AutoConfig.from_pretrained(model.folder),
@@ -71,8 +71,8 @@ def engine_over(
         health_seconds=1,
         function=function,
     )
-    update(engine, clients, model, version)
-    return clients, engine
+    update(over_both, clients, model, version)
+    return clients, over_both
 
 
 def update(engine: ServerEngine, clients: Any, model: Reference, version: int) -> None:
